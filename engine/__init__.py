@@ -1,0 +1,1 @@
+"""Time: requests, scheduling, batching, running the network and sampling from it."""

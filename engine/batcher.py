@@ -1,0 +1,93 @@
+"""Composes a step: decode rows first, then prefill rows within two budgets (architecture §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forebay.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Row:
+    """Positions [start, stop) of one sequence in a step.
+
+    Positions below `write_from` are replay. Window attention of the encoder half reads keys from `window_from` on. Positions from
+    `decoder_from` on run the decoder half, whose own floor is `decoder_window_from`. With `wants_logits` the last position is sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    stop: int
+    write_from: int
+    window_from: int
+    decoder_from: int
+    decoder_window_from: int
+    wants_logits: bool
+
+    @property
+    def decoder_rows(self) -> int:
+        return max(0, self.stop - max(self.start, self.decoder_from))
+
+
+class Batcher:
+    """Turns running sequences into rows.
+
+    `encoder_tokens` bounds the rows of a step, `decoder_tokens` those of them that run the decoder half: a prompt token costs half a
+    network, a generated one all of it.
+    """
+
+    def __init__(self, window: int, encoder_tokens: int, decoder_tokens: int) -> None:
+        self.window, self.encoder_tokens, self.decoder_tokens = window, encoder_tokens, decoder_tokens
+
+    def compose(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> list[Row]:
+        """Rows of one step. `prefilling` is in order of urgency; the shortest remainders share what the most urgent one leaves.
+
+        The first sequence always gets at least a quarter of the budget, so a long prompt goes on while short ones pass it, and short
+        ones, served shortest first, need not wait for it.
+        """
+        rows = [self.row(s, len(s.tokens)) for s in decoding]
+        encoder, decoder = self.encoder_tokens - len(rows), self.decoder_tokens - len(rows)
+        queue = list(prefilling)
+        if not queue:
+            return rows
+        share = max(1, min(queue[0].remaining, max(encoder // 4, 1)))
+        order = sorted(range(len(queue)), key=lambda i: (queue[i].remaining, i))
+        held = share
+        for i in order:
+            sequence = queue[i]
+            allowance = encoder if i == 0 else encoder - held
+            if i == 0:
+                held = 0
+            row = self._chunk(sequence, allowance, decoder)
+            if row is not None:
+                rows.append(row)
+                encoder -= row.stop - row.start
+                decoder -= row.decoder_rows
+        return rows
+
+    def row(self, sequence: Sequence, stop: int) -> Row:
+        """Positions [computed, stop)."""
+        plan, start = sequence.cache.plan, sequence.computed
+        assert plan is not None
+        anchor = 0 if sequence.mode == "exact" else max(0, sequence.prompt_tokens - self.window)
+        return Row(
+            sequence=sequence,
+            start=start,
+            stop=stop,
+            write_from=max(plan.write_from, start),
+            window_from=plan.window_from,
+            decoder_from=anchor,
+            decoder_window_from=anchor,
+            wants_logits=stop == len(sequence.tokens),
+        )
+
+    def _chunk(self, sequence: Sequence, encoder: int, decoder: int) -> Row | None:
+        """The longest next piece of a prompt that both budgets allow."""
+        start = sequence.computed
+        stop = min(len(sequence.tokens), start + max(0, encoder))
+        row = self.row(sequence, stop)
+        if row.decoder_rows > decoder:
+            stop = max(start, row.decoder_from) + max(0, decoder)
+            row = self.row(sequence, stop)
+        return row if row.stop > row.start else None

@@ -1,0 +1,99 @@
+"""Builds an engine from the name of a model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from forebay.cache.blocks import BlockPool
+from forebay.cache.layout import KVLayout
+from forebay.cache.manager import CacheManager
+from forebay.cache.windows import WindowPool
+from forebay.engine.client import EngineClient
+from forebay.engine.metrics import Metrics
+from forebay.engine.options import EngineOptions
+from forebay.engine.plan import Machine
+from forebay.engine.runner import Runner
+from forebay.engine.types import PrefillMode
+from forebay.engine.worker import Engine
+from forebay.model.chat import ChatCodec
+from forebay.model.checkpoint import Weights
+from forebay.model.errors import ConfigError
+from forebay.model.network import Backbone
+from forebay.model.source import resolve
+from forebay.model.tokenizer import Tokenizer
+
+DEFAULT_KV_TOKENS = 262_144
+KV_SHARE = 0.4  # of free memory, at most, when `kv_tokens` is not given
+
+Progress = Callable[[int, int, str], None]
+
+
+def build_engine(
+    weights: Weights,
+    *,
+    model_name: str,
+    device: str = "cpu",
+    prefill: PrefillMode = "bounded",
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+    chat: bool = True,
+) -> Engine:
+    """An engine over opened weights. With `chat`, the tokenizer must have the tokens of the chat encoding.
+
+    Raises:
+        ConfigError: the device is not there, or the pool cannot hold one sequence.
+    """
+    options = options or EngineOptions()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu", param="device")
+    if prefill not in ("bounded", "exact"):
+        raise ConfigError(f"prefill must be 'bounded' or 'exact', got {prefill!r}", param="prefill")
+    config = weights.config
+    tokenizer = Tokenizer.load(weights.tokenizer_path, chat=chat)
+    codec = ChatCodec(tokenizer) if chat else None
+    backbone = Backbone(weights, device=device, weight_cache_bytes=options.weight_cache_bytes, progress=progress)
+    layout = KVLayout.of(config)
+    blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings), device)
+    windows = WindowPool(layout, config, options.max_sequences + 1, device)
+    identity = f"{weights.fingerprint}/{tokenizer.fingerprint}"
+    manager = CacheManager(layout, blocks, windows, identity, prefix_reuse=options.prefix_reuse)
+    metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window)
+    engine = Engine(Runner(backbone, blocks, windows), manager, tokenizer, options, metrics, prefill=prefill, codec=codec)
+    gc.collect()
+    gc.freeze()  # weights and tables live for ever; later collections need not walk them
+    return engine
+
+
+def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int) -> int:
+    """Blocks of the pool, the null block included."""
+    tokens = options.kv_tokens
+    if tokens is None:
+        context = min(options.max_context or max_position, max_position)
+        affordable = int(Machine.here(Path.cwd()).memory_free * KV_SHARE / layout.block_bytes) * layout.block_tokens
+        tokens = max(layout.block_tokens, min(max(2 * context, DEFAULT_KV_TOKENS), affordable))
+    return layout.blocks_for(tokens) + 1
+
+
+def build_client(
+    *,
+    model: str,
+    model_name: str | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    prefill: PrefillMode = "bounded",
+    options: EngineOptions | None = None,
+    progress: Progress | None = None,
+) -> EngineClient:
+    """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes."""
+    torch.set_num_threads(threads)
+    source = resolve(model)
+    weights = source.open(scan=True, progress=progress)
+    name = model_name or source.name
+    engine = build_engine(weights, model_name=name, device=device, prefill=prefill, options=options)
+    assert engine.codec is not None
+    return EngineClient(engine, engine.codec, name)

@@ -1,0 +1,216 @@
+"""The engine without HTTP: generate, score and trace in the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.engine.batcher import Row
+from forebay.engine.launch import build_engine
+from forebay.engine.options import EngineOptions
+from forebay.engine.output import OutputProcessor
+from forebay.engine.sampler import SamplingState
+from forebay.engine.sequence import Sequence
+from forebay.engine.types import EngineError, Output, OutputEvent, PrefillMode, Request, SamplingParams, TokenLogprob
+from forebay.engine.worker import Engine
+from forebay.model.errors import ConfigError, RequestError
+from forebay.model.ops import formats
+from forebay.model.ops.hyper_connections import collapse
+from forebay.model.source import resolve
+
+
+class LLM:
+    """A model to call directly.
+
+    Args:
+        path: a checkpoint folder, `demo` or `synthetic:...`.
+        device: `cpu` or `cuda`.
+        prefill: `bounded` runs the decoder half over the last window of a prompt, `exact` over all of it.
+        engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
+    """
+
+    def __init__(self, path: str, device: str = "cpu", prefill: PrefillMode = "bounded", **engine_options: Any) -> None:
+        unknown = sorted(set(engine_options) - set(EngineOptions.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(EngineOptions.__dataclass_fields__)}", param=unknown[0])
+        source = resolve(str(path))
+        options = EngineOptions(**engine_options)
+        self.engine: Engine = build_engine(
+            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=False
+        )
+        self.tokenizer = self.engine.tokenizer
+        self.config = self.engine.runner.backbone.config
+
+    def generate(
+        self, prompts: str | SequenceOf[str] | SequenceOf[int] | SequenceOf[SequenceOf[int]], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+    ) -> list[Output]:
+        """Generate for every prompt, all in one continuous batch.
+
+        Args:
+            prompts: one prompt or a list of them; text (spelled control tokens become control ids) or token ids.
+            params: one for all or one per prompt. With `n` above 1, a prompt gives `n` outputs in a row, with seeds seed, seed + 1, ...
+        Returns:
+            Outputs in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or parameter that cannot be used; nothing is generated.
+        """
+        token_lists = self._token_lists(prompts)
+        many = list(params) if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(token_lists)
+        if len(many) != len(token_lists):
+            raise RequestError(f"{len(many)} sampling parameters for {len(token_lists)} prompts", param="params")
+        requests = []
+        for ids, chosen in zip(token_lists, many, strict=True):
+            for i in range(chosen.n):
+                seed = None if chosen.seed is None else chosen.seed + i
+                requests.append(Request(ids, replace(chosen, n=1, seed=seed)))
+        results = {request.request_id: _Collected(request) for request in requests}
+        self.engine.sink = lambda events: _collect(events, results)
+        sequences: dict[str, Sequence] = {}
+        try:
+            for request in requests:
+                self._submit(request, sequences)
+            while self.engine.busy:
+                self.engine.step()
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            self.engine.step()
+            raise
+        return [results[r.request_id].output(sequences[r.request_id]) for r in requests]
+
+    def _submit(self, request: Request, sequences: dict[str, Sequence]) -> None:
+        """Queue one request, stepping while the queue is full: a list of prompts may be longer than it."""
+        while self.engine.queued >= self.engine.options.max_queued_requests:
+            self.engine.step()
+        sequences[request.request_id] = self.engine.submit(request)
+
+    def score(self, token_ids: SequenceOf[int]) -> Tensor:
+        """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache."""
+        return torch.cat(self._exact(list(token_ids), None))
+
+    def trace(self, token_ids: SequenceOf[int]) -> dict[str, Tensor]:
+        """An exact forward pass with its intermediate results, for comparison with other implementations.
+
+        Returns (T tokens, S streams, D hidden, N = T // ratio entries of a source):
+            logits [T, vocab] fp32;
+            encoder.out_h [T, S, D] bf16, encoder.out_pre_mix [T, S] fp32, encoder.collapsed [T, D] bf16, encoder.decoder_attn_in [T, D] bf16:
+                the streams that enter the decoder half, their collapse weights, the collapse, and the first decoder layer's input;
+            layerL.topk [T, index_topk] int64, ascending, -1 filled: selected entries of each index source;
+            layerL.router_indices [T, k] int64, best first, layerL.router_weights [T, k] fp32;
+            layerL.attn_in, attn_out, ffn_in, ffn_out [T, D] bf16; layerL.engram_rows [T, columns] int64;
+            per source: layerL.kv_bytes [N, entry bytes] uint8 as stored (main codes, main scales, index codes, index scales), and decoded
+            layerL.main_kv_code [N, head_dim] uint8, main_kv_scale [N, head_dim/16] fp32, main_kv [N, head_dim] bf16, index_k [N, index_dim] bf16.
+        """
+        record: dict[str, list[Tensor]] = {}
+        kept: dict[str, Tensor] = {}
+        logits = self._exact(list(token_ids), record, kept)
+        out = {name: torch.cat(parts) for name, parts in record.items()}
+        out["logits"] = torch.cat(logits)
+        layer = self.engine.runner.backbone.layers[self.engine.runner.backbone.topology.cut]
+        out["encoder.collapsed"] = collapse(out["encoder.out_h"], out["encoder.out_pre_mix"])
+        out["encoder.decoder_attn_in"] = out[f"layer{layer.plan.index}.attn_in"]
+        return out | kept
+
+    def _exact(self, ids: list[int], record: dict[str, list[Tensor]] | None, kept: dict[str, Tensor] | None = None) -> list[Tensor]:
+        """Run one sequence through both halves in chunks; the engine must be idle. Fills `kept` with the stored entries."""
+        engine = self.engine
+        if engine.busy:
+            raise EngineError("score and trace need an idle engine")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        request = Request(ids, params, prefill="exact")
+        if len(ids) > engine.max_context:
+            raise RequestError(f"{len(ids)} tokens exceed the context of {engine.max_context}", param="token_ids", code="context_length_exceeded")
+        engine.check_ids(ids, "token_ids")
+        output = OutputProcessor(self.tokenizer, (), frozenset(), parser=None)
+        sequence = Sequence(request, engine.manager.sequence(), SamplingState(params, ids, 0), output, "exact", 1, 0)
+        plan = engine.manager.open(sequence.cache, ids, reuse=False)
+        if plan is None:
+            raise EngineError("no room in the block pool for this sequence")
+        logits = []
+        try:
+            for start in range(0, len(ids), engine.options.encoder_tokens):
+                stop = min(start + engine.options.encoder_tokens, len(ids))
+                row = Row(sequence, start, stop, start, 0, 0, 0, wants_logits=False)
+                _, everything = engine.runner.run([row], record)
+                assert everything[0] is not None
+                logits.append(everything[0].cpu())
+            if kept is not None:
+                kept.update(self._entries(sequence))
+        finally:
+            engine.manager.release(sequence.cache, keep=False)
+        return logits
+
+    def _entries(self, sequence: Sequence) -> dict[str, Tensor]:
+        """The stored entries of a sequence, raw and decoded."""
+        pool, found = self.engine.runner.blocks, {}
+        table = torch.tensor(sequence.cache.table)
+        for source in pool.layout.sources:
+            views, count = pool.views[source.layer], len(sequence.tokens) // source.ratio
+            planes = [views.main_codes, views.main_scales, views.index_codes, views.index_scales]
+            codes, scales, index_codes, index_scales = (p[table].flatten(0, 1)[:count].cpu() for p in planes)
+            name = f"layer{source.layer}"
+            found[f"{name}.kv_bytes"] = torch.cat((codes, scales, index_codes, index_scales), 1)
+            found[f"{name}.main_kv_code"] = formats.unpack_nibbles(codes)
+            found[f"{name}.main_kv_scale"] = formats.e4m3_decode(scales)
+            found[f"{name}.main_kv"] = formats.main_decode(codes, scales).to(torch.bfloat16)
+            found[f"{name}.index_k"] = formats.index_decode(index_codes, index_scales).to(torch.bfloat16)
+        return found
+
+    def _token_lists(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        prompts = list(prompts)
+        if not prompts:
+            raise RequestError("no prompts were given", param="prompts")
+        if isinstance(prompts[0], int):
+            prompts = [prompts]
+        return [self.tokenizer.encode_special(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+
+
+class _Collected:
+    """Events of one request, gathered."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.last: OutputEvent | None = None
+
+    def add(self, event: OutputEvent) -> None:
+        self.tokens += event.token_ids
+        self.logprobs += event.logprobs or []
+        if event.finish_reason is not None:
+            self.last = event
+
+    def output(self, sequence: Sequence) -> Output:
+        event = self.last
+        if event is None:
+            raise EngineError("the engine stopped before the request finished")
+        if event.error is not None:
+            raise event.error
+        assert event.finish_reason and event.usage and event.tiers and event.times
+        return Output(
+            request_id=self.request.request_id,
+            prompt_ids=list(self.request.prompt_ids),
+            token_ids=self.tokens,
+            text=sequence.output.text,
+            finish_reason=event.finish_reason,
+            usage=event.usage,
+            tiers=event.tiers,
+            times=event.times,
+            logprobs=self.logprobs if self.request.params.logprobs is not None else None,
+            prompt_logprobs=sequence.prompt_logprobs if sequence.scores_prompt else None,
+            matched_stop=event.matched_stop,
+            preemptions=event.preemptions,
+        )
+
+
+def _collect(events: list[OutputEvent], results: dict[str, _Collected]) -> None:
+    for event in events:
+        if event.request_id in results:
+            results[event.request_id].add(event)

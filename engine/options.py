@@ -1,0 +1,58 @@
+"""What an engine may use and how it schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.model.errors import ConfigError
+
+DEFAULT_WEIGHT_CACHE = 512 << 20
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Limits and budgets of one engine.
+
+    Attributes:
+        max_context: prompt plus output of one sequence, tokens; None for the model's own limit.
+        max_sequences: sequences running at once (each owns a window).
+        encoder_tokens, decoder_tokens: rows of a step that may run the encoder half and the decoder half; decode rows go first.
+        max_queued_requests: waiting requests beyond which new ones are refused.
+        max_queue_wait_s: seconds a request may wait before it is refused; 0 for no limit.
+        aging_s: seconds of waiting that outweigh one unit of priority; 0 switches aging off.
+        kv_tokens: tokens of global KV in the block pool; None to choose from the context limit and the memory there is.
+        prefix_reuse: reuse cached blocks of earlier requests.
+        weight_cache_bytes: bytes of widened weights kept for the CPU reference.
+        default_effort: reasoning effort of chat requests that name none.
+        poison: fill freed windows and blocks with values that show in the output when read (debugging).
+    """
+
+    max_context: int | None = None
+    max_sequences: int = 64
+    encoder_tokens: int = 512
+    decoder_tokens: int = 512
+    max_queued_requests: int = 1024
+    max_queue_wait_s: float = 600.0
+    aging_s: float = 10.0
+    kv_tokens: int | None = None
+    prefix_reuse: bool = True
+    weight_cache_bytes: int = DEFAULT_WEIGHT_CACHE
+    default_effort: int | str = "high"
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_sequences", "encoder_tokens", "decoder_tokens", "max_queued_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
+        for name in ("max_context", "kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
+        for name in ("max_queue_wait_s", "aging_s", "weight_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", param=name)
+        if self.decoder_tokens < self.max_sequences:
+            raise ConfigError(
+                f"decoder_tokens ({self.decoder_tokens}) must be at least max_sequences ({self.max_sequences}): each running sequence decodes one row a step",
+                param="decoder_tokens",
+            )

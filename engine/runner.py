@@ -1,0 +1,114 @@
+"""Runs rows on the network: one flat batch in, logits of the rows that asked for them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forebay.cache.blocks import BlockPool
+from forebay.cache.windows import WindowPool
+from forebay.engine.batcher import Row
+from forebay.engine.sequence import SavedWindow, Sequence
+from forebay.model.batch import CacheMemory, ForwardBatch, Span
+from forebay.model.network import Backbone
+
+
+class Runner:
+    """The network and the memory it works on."""
+
+    def __init__(self, backbone: Backbone, blocks: BlockPool, windows: WindowPool) -> None:
+        self.backbone, self.blocks, self.windows = backbone, blocks, windows
+        self.layout = blocks.layout
+        self.device = backbone.device
+        self.memory = CacheMemory(
+            block_tokens=self.layout.block_tokens,
+            sources=blocks.views,
+            window_codes=windows.codes,
+            window_scales=windows.scales,
+            pending=windows.pending,
+            pending_index=windows.pending_index,
+        )
+
+    def run(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> tuple[Tensor, list[Tensor | None]]:
+        """One step.
+
+        Returns:
+            logits [n, vocab] fp32 of the last position of every row that wants them, in row order; and per row the logits of all its
+            positions [stop - start, vocab] fp32 where its sequence scores its prompt, else None.
+        """
+        batch = self.batch(rows, record)
+        streams = self.backbone.encode(batch)
+        chosen = batch.decoder_rows()
+        everything: list[Tensor | None] = [None] * len(rows)
+        if chosen is None:
+            return torch.empty((0, self.backbone.config.vocab_size)), everything
+        hidden = self.backbone.decode(streams, chosen)
+        last: list[int] = []
+        place = 0
+        for i, row in enumerate(rows):
+            count = row.decoder_rows
+            if row.wants_logits:
+                last.append(place + count - 1)
+            if count and row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens:
+                everything[i] = self.backbone.logits(hidden[place : place + count])
+            place += count
+        return self.backbone.logits(hidden[last]), everything
+
+    def batch(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> ForwardBatch:
+        """Flatten rows into what the network takes."""
+        depth = self.backbone.config.engram_max_ngram_size - 1
+        ids: list[np.ndarray] = []
+        for row in rows:
+            first = max(0, row.start - depth)
+            line = [-1] * (depth - (row.start - first)) + row.sequence.tokens[first : row.stop]
+            ids.append(np.lib.stride_tricks.sliding_window_view(np.asarray(line, dtype=np.int64), depth + 1)[:, ::-1])
+        window = torch.from_numpy(np.concatenate(ids))
+        spans = [
+            Span(
+                start=row.start,
+                stop=row.stop,
+                write_from=row.write_from,
+                window_from=row.window_from,
+                decoder_from=row.decoder_from,
+                decoder_window_from=row.decoder_window_from,
+                prompt_tokens=row.sequence.prompt_tokens,
+                slot=row.sequence.cache.slot,
+                blocks=row.sequence.cache.table,
+            )
+            for row in rows
+        ]
+        return ForwardBatch(
+            token_ids=window[:, 0].contiguous().to(self.device),
+            lookback=window[:, 1:].contiguous().to(self.device),
+            spans=spans,
+            memory=self.memory,
+            window=self.layout.window,
+            record=record,
+        )
+
+    def save(self, sequence: Sequence) -> None:
+        """Copy to host what a preempted sequence would lose with its slot and its unfinished block."""
+        slot, table = sequence.cache.slot, sequence.cache.table
+        full, rest = divmod(sequence.computed, self.layout.block_tokens)
+        if sequence.computed == 0:
+            return
+        sequence.saved = SavedWindow(
+            codes=self.windows.codes[slot].to("cpu", copy=True),
+            scales=self.windows.scales[slot].to("cpu", copy=True),
+            pending=self.windows.pending[slot].to("cpu", copy=True),
+            block=self.blocks.data[table[full]].to("cpu", copy=True) if rest else None,
+            computed=sequence.computed,
+        )
+
+    def restore(self, sequence: Sequence) -> None:
+        """Put a saved window and block into the memory the sequence owns now."""
+        saved, slot = sequence.saved, sequence.cache.slot
+        assert saved is not None
+        self.windows.codes[slot].copy_(saved.codes)
+        self.windows.scales[slot].copy_(saved.scales)
+        self.windows.pending[slot].copy_(saved.pending)
+        if saved.block is not None:
+            self.blocks.data[sequence.cache.table[saved.computed // self.layout.block_tokens]].copy_(saved.block)

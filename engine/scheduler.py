@@ -1,0 +1,154 @@
+"""Who runs: admission, order, preemption (architecture §4, cases B041-B050)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from forebay.cache.manager import CacheManager
+from forebay.engine.batcher import Batcher, Row
+from forebay.engine.options import EngineOptions
+from forebay.engine.sequence import Sequence
+from forebay.engine.types import TierCounts
+
+
+class Scheduler:
+    """Keeps the waiting and the running sequences and decides what the next step covers.
+
+    Order is by priority (lower first), lowered by one for every `aging_s` seconds of waiting, then by arrival. Admission is strict in
+    that order: a request that does not fit yet is not overtaken, so it cannot starve. Every admitted sequence holds all of its prompt's blocks,
+    so admitted sequences never wait for each other's.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        batcher: Batcher,
+        options: EngineOptions,
+        *,
+        save: Callable[[Sequence], None],
+        restore: Callable[[Sequence], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`save` keeps a sequence's window before it is preempted, `restore` puts it back into its new slot and blocks."""
+        self.manager, self.batcher, self.options = manager, batcher, options
+        self._save, self._restore, self._clock = save, restore, clock
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.started: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.too_long: list[Sequence] = []
+        self.expired: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and give back what it owns."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.manager.release(sequence.cache)
+        sequence.saved = None
+
+    def rank(self, sequence: Sequence) -> tuple[float, int]:
+        """Smaller is sooner."""
+        aging = self.options.aging_s
+        waited = self._clock() - sequence.request.arrived if aging > 0 else 0.0
+        return (sequence.request.priority - (waited / aging if aging > 0 else 0.0), sequence.order)
+
+    def schedule(self) -> list[Row]:
+        """Rows of the next step; empty when nothing can run.
+
+        Also fills `started`, `preempted`, `expired` (waited too long, removed) and `too_long` (cannot grow although alone; still in
+        `running`, to be finished by the caller) for this call.
+        """
+        self.started, self.preempted, self.too_long, self.expired = [], [], [], []
+        self._expire()
+        self._admit()
+        decoding = self._grow([s for s in self.running if s.decoding])
+        prefilling = sorted((s for s in self.running if not s.decoding), key=self.rank)
+        return self.batcher.compose(decoding, prefilling)
+
+    def _expire(self) -> None:
+        limit = self.options.max_queue_wait_s
+        if not limit:
+            return
+        now = self._clock()
+        # A preempted sequence has started; it only waits for room and is never refused.
+        self.expired = [s for s in self.waiting if s.times.scheduled is None and now - s.request.arrived > limit]
+        for sequence in self.expired:
+            self.remove(sequence)
+
+    def _admit(self) -> None:
+        if not self.waiting:
+            return
+        self.waiting.sort(key=self.rank)
+        while self.waiting and len(self.running) < self.options.max_sequences:
+            if not self._open(self.waiting[0]):
+                return
+            self.running.append(self.waiting.pop(0))
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Admit one sequence, from scratch, with a prefix hit, or where it was preempted."""
+        # Bounded replay is an approximation; exact mode and prompt scoring compute everything themselves.
+        reuse = sequence.mode == "bounded" and not sequence.scores_prompt
+        saved = sequence.saved
+        if saved is not None:
+            plan = self.manager.open(sequence.cache, sequence.tokens, at_most=saved.computed)
+            if plan is None:
+                return False
+            size = self.manager.layout.block_tokens
+            if sequence.cache.committed == saved.computed // size:
+                self._restore(sequence)
+                sequence.computed, sequence.saved = saved.computed, None
+                return True
+            # Some of its blocks were evicted. Compute again just as the first time, so that the text stays the same.
+            self.manager.release(sequence.cache)
+            sequence.saved = None
+        at_most = sequence.resumed_at
+        plan = self.manager.open(sequence.cache, sequence.tokens, reuse=reuse and at_most != 0, at_most=at_most)
+        if plan is None:
+            return False
+        sequence.computed = plan.start
+        if sequence.resumed_at is None:
+            sequence.resumed_at = plan.resume
+            sequence.tiers = TierCounts(
+                hbm=plan.resume,
+                compute=sequence.prompt_tokens - plan.resume,
+                window="replay" if plan.resume else "none",
+                replayed=plan.replayed,
+            )
+            sequence.times.scheduled = self._clock()
+            self.started.append(sequence)
+        return True
+
+    def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Give every decoding sequence room for its next token, preempting the last in order when there is none."""
+        order = sorted(decoding, key=self.rank)
+        kept: list[Sequence] = []
+        for sequence in order:
+            if sequence not in self.running:
+                continue  # preempted for one before it
+            while not self.manager.ensure(sequence.cache, len(sequence.tokens)):
+                victim = max(self.running, key=self.rank)
+                if victim is sequence and len(self.running) == 1:
+                    self.too_long.append(sequence)
+                    break
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                kept.append(sequence)
+        return [s for s in kept if s in self.running]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Release a running sequence; it goes on later with the same tokens."""
+        self._save(sequence)
+        self.running.remove(sequence)
+        self.manager.release(sequence.cache)
+        sequence.preemptions += 1
+        sequence.computed = 0
+        self.waiting.append(sequence)
+        self.preempted.append(sequence)

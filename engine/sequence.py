@@ -1,0 +1,85 @@
+"""A request while the engine has it: its tokens, how far they are computed, and what it owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forebay.cache.manager import SequenceCache
+from forebay.engine.output import OutputProcessor
+from forebay.engine.sampler import SamplingState
+from forebay.engine.types import PrefillMode, Request, TierCounts, Times, TokenLogprob, Usage
+
+
+@dataclass
+class SavedWindow:
+    """What a preempted sequence cannot get back from cached blocks: its window slot and its last, unfinished block (host copies)."""
+
+    codes: Tensor  # [layers, window, head_dim] uint8
+    scales: Tensor  # [layers, window, head_dim/32] uint8
+    pending: Tensor  # [gated sources, ratio - 1, 2, head_dim] fp32
+    block: Tensor | None  # [block_bytes] uint8, None when `computed` ends on a block boundary
+    computed: int
+
+
+class Sequence:
+    """One running or waiting choice.
+
+    Attributes:
+        tokens: prompt and output so far.
+        prompt_tokens: length of the original prompt; decoder replay is anchored at its end, also after a preemption.
+        computed: positions below it have their final KV; `plan.start` right after a resume with replay.
+        limit: most output tokens.
+        resumed_at: where the first admission resumed; a recompute after preemption may not use a longer hit, or the text would change.
+    """
+
+    def __init__(
+        self, request: Request, cache: SequenceCache, sampling: SamplingState, output: OutputProcessor, mode: PrefillMode, limit: int, order: int
+    ) -> None:
+        self.request = request
+        self.tokens = list(request.prompt_ids)
+        self.prompt_tokens = len(self.tokens)
+        self.cache = cache
+        self.sampling = sampling
+        self.output = output
+        self.mode: PrefillMode = mode
+        self.limit = limit
+        self.order = order
+        self.computed = 0
+        self.resumed_at: int | None = None
+        self.saved: SavedWindow | None = None
+        self.tiers: TierCounts | None = None
+        self.times = Times(arrived=request.arrived)
+        self.preemptions = 0
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Positions still to compute before the next token can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Only the newest generated token is missing: the next row is a plain decode row."""
+        return self.remaining == 1 and self.generated > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.params.prompt_logprobs is not None
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.generated,
+            reasoning_tokens=self.output.reasoning_tokens,
+            cached_tokens=self.tiers.cached if self.tiers else 0,
+        )

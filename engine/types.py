@@ -1,0 +1,188 @@
+"""Plain data that moves through the engine: what is asked, what comes back, and where each token came from."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forebay.model.chat import Delta, EncodedPrompt
+from forebay.model.errors import ForebayError, RequestError
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+PrefillMode = Literal["bounded", "exact"]
+
+MAX_LOGPROBS = 20
+
+
+class EngineError(ForebayError):
+    """The engine failed while it ran a request."""
+
+
+class UnavailableError(ForebayError):
+    """The server cannot take requests now (loading, draining, dead)."""
+
+    status = 503
+    kind = "service_unavailable"
+
+
+class QueueFullError(ForebayError):
+    """The waiting queue is at its limit; `retry_after` is in seconds."""
+
+    status = 429
+    kind = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message, code="queue_full")
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop; OpenAI names where OpenAI has one (spec/http-api.md §3).
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None is off, otherwise the number of alternatives (0..20).
+    `max_tokens` None means up to the context limit. Raises RequestError naming the field for a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise RequestError(f"{name} must be {rule}, got {getattr(self, name)!r}", param=name)
+
+        # NaN fails every comparison, so it is refused by each range below.
+        need(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
+        need(0.0 <= self.top_p <= 1.0, "top_p", "between 0 and 1")
+        need(self.top_k >= 0, "top_k", "0 (off) or positive")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
+        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        need(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "above 0 and at most 2")
+        need(all(-100.0 <= v <= 100.0 for v in self.logit_bias.values()), "logit_bias", "values between -100 and 100")
+        need(self.max_tokens is None or 1 <= self.max_tokens < 2**31, "max_tokens", "at least 1 and below 2^31")
+        need(self.min_tokens >= 0, "min_tokens", "0 or positive")
+        need(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        need(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
+        need(1 <= self.n <= 128, "n", "between 1 and 128")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one chosen token and its best alternatives (natural log, best first)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Request:
+    """One choice to generate. `n` choices are `n` requests that share `prompt_ids`.
+
+    `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is the chat encoding when there is one.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    prompt: EncodedPrompt | None = None
+    prefill: PrefillMode | None = None
+    salt: str = ""
+    priority: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class TierCounts:
+    """Where the prompt's global KV came from, in tokens; the three sum to the prompt length. `window` says how window KV came to be."""
+
+    hbm: int = 0
+    ssd: int = 0
+    compute: int = 0
+    window: Literal["none", "replay", "swa", "hbm"] = "none"
+    replayed: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.hbm + self.ssd
+
+
+@dataclass
+class Times:
+    """Seconds on the monotonic clock; None until it happened."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass
+class Usage:
+    """Token counts of one choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    cached_tokens: int
+
+
+@dataclass
+class OutputEvent:
+    """What one step added to one request. The last event has `finish_reason`, `usage`, `tiers` and `times`; an event may carry no text."""
+
+    request_id: str
+    deltas: list[Delta]
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | int | None = None
+    usage: Usage | None = None
+    tiers: TierCounts | None = None
+    times: Times | None = None
+    preemptions: int = 0
+    error: ForebayError | None = None
+
+
+@dataclass
+class Output:
+    """A finished generation of `LLM.generate`."""
+
+    request_id: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    tiers: TierCounts
+    times: Times
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    matched_stop: str | int | None = None
+    preemptions: int = 0

@@ -1,0 +1,240 @@
+"""The `messages` of a chat request become turns in prompt order.
+
+Lenient where the meaning is clear, because agents resend their whole history with every request and a refusal wedges the session: missing
+results of calls, surplus ones and results in another order are put right here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote_to_bytes
+
+import deepseek_recipe as recipe
+
+from forebay.model.chat_values import ExactIntegers, array_at, bad, boolean_at, json_at, kind_of, object_at, string_at
+from forebay.model.errors import RequestError
+
+TASKS = ("action", "query", "authority", "domain", "title", "read_url")
+PICTURES = "pictures are not served yet; send text only"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message, checked and with its content joined to one text."""
+
+    role: Literal["system", "user", "assistant", "tool", "latest_reminder"]
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[recipe.ToolCall, ...] = ()
+    call_id: str | None = None
+    task: str | None = None
+    prefix: bool = False
+
+
+def parse_messages(body: Mapping[str, Any], exact: ExactIntegers) -> list[Turn]:
+    """Turns in prompt order: empty system messages gone, every call followed by its result in the order of the calls."""
+    if body.get("messages") is None:
+        raise bad("messages is missing", "messages", "missing_required_parameter")
+    messages = array_at(body["messages"], "messages")
+    if not messages:
+        raise bad("messages must not be empty", "messages", "empty_array")
+    turns: list[Turn] = []
+    latest: dict[str, str] = {}  # id of the latest call of each tool
+    for i, entry in enumerate(messages):
+        param = f"messages.{i}"
+        turn = _parse_message(object_at(entry, param), param, i == len(messages) - 1, latest, exact)
+        if turn is not None:
+            turns.append(turn)
+            latest |= {call.name: call.id for call in turn.calls}
+    return order_results(turns)
+
+
+def _parse_message(message: Mapping[str, Any], param: str, last: bool, latest: dict[str, str], exact: ExactIntegers) -> Turn | None:
+    role = message.get("role")
+    task = message.get("task")
+    if task is not None and (role != "user" or not last or task not in TASKS):
+        raise bad(f"task must be one of {', '.join(TASKS)}, on a last message of role user", f"{param}.task", "unsupported_value")
+    prefix = message.get("prefix")
+    if prefix is not None and boolean_at(prefix, f"{param}.prefix") and not (last and role == "assistant"):
+        raise bad("prefix is only for a last message of role assistant", f"{param}.prefix")
+    if role in ("system", "developer"):
+        content = _content(message, param)[0]
+        return Turn("system", content) if content else None
+    if role == "user":
+        return Turn("user", _content(message, param)[0], task=task)
+    if role == "latest_reminder":
+        return Turn("latest_reminder", _content(message, param)[0])
+    if role == "tool":
+        call_id = string_at(message.get("tool_call_id"), f"{param}.tool_call_id")
+        return Turn("tool", _content(message, param)[0], call_id=call_id)
+    if role == "function":
+        name = string_at(message.get("name"), f"{param}.name")
+        return Turn("tool", _content(message, param)[0], call_id=latest.get(name))
+    if role == "assistant":
+        return _parse_assistant(message, param, last, exact)
+    known = "system, developer, user, assistant, tool, function or latest_reminder"
+    raise bad(f"{param}.role must be {known}, got {role!r}"[:240], f"{param}.role")
+
+
+def _parse_assistant(message: Mapping[str, Any], param: str, last: bool, exact: ExactIntegers) -> Turn | None:
+    calls = _parse_calls(message, param, exact)
+    content, reasoning = "", ""
+    given = message.get("content")
+    if given is not None:
+        content, reasoning = _content(message, param)
+    elif message.get("refusal") is not None:
+        content = string_at(message["refusal"], f"{param}.refusal")
+    for name in ("reasoning_content", "reasoning"):
+        if message.get(name) is not None:
+            reasoning = string_at(message[name], f"{param}.{name}")
+            break
+    else:
+        if message.get("reasoning_details") is not None:
+            details = array_at(message["reasoning_details"], f"{param}.reasoning_details")
+            texts = [entry.get("text") for entry in details if isinstance(entry, Mapping)]
+            reasoning = "".join(string_at(text, f"{param}.reasoning_details") for text in texts if text is not None) or reasoning
+    if given is None and not (content or reasoning or calls):
+        if last:
+            raise bad("an assistant message needs content or tool_calls", f"{param}.content")
+        return None
+    return Turn("assistant", content, reasoning, calls, prefix=bool(message.get("prefix")))
+
+
+def _parse_calls(message: Mapping[str, Any], param: str, exact: ExactIntegers) -> tuple[recipe.ToolCall, ...]:
+    calls: list[recipe.ToolCall] = []
+    if message.get("tool_calls") is not None:
+        for i, entry in enumerate(array_at(message["tool_calls"], f"{param}.tool_calls")):
+            where = f"{param}.tool_calls.{i}"
+            call = object_at(entry, where)
+            call_id = string_at(call.get("id"), f"{where}.id")
+            if call.get("type") == "custom":
+                custom = object_at(call.get("custom"), f"{where}.custom")
+                arguments = json.dumps({"input": string_at(custom.get("input"), f"{where}.custom.input")}, ensure_ascii=False)
+                calls.append(recipe.ToolCall(call_id, _call_name(custom, f"{where}.custom"), arguments))
+                continue
+            function = object_at(call.get("function"), f"{where}.function")
+            arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", exact)
+            calls.append(recipe.ToolCall(call_id, _call_name(function, f"{where}.function"), arguments))
+    elif message.get("function_call") is not None:
+        where = f"{param}.function_call"
+        function = object_at(message["function_call"], where)
+        arguments = _arguments(function.get("arguments"), f"{where}.arguments", exact)
+        calls.append(recipe.ToolCall(where, _call_name(function, where), arguments))
+    return tuple(calls)
+
+
+def _call_name(function: Mapping[str, Any], param: str) -> str:
+    name = string_at(function.get("name"), f"{param}.name")
+    if not name:
+        raise bad(f"{param}.name must not be empty", f"{param}.name", "empty_string")
+    return name
+
+
+def _arguments(value: Any, param: str, exact: ExactIntegers) -> str:
+    """JSON text of a call's arguments: an object encoded twice is decoded once, integers beyond 64 bits travel as stand-ins."""
+    if value is None:
+        return "{}"
+    if isinstance(value, Mapping):
+        return json.dumps(json_at(value, param, exact), ensure_ascii=False)
+    text = string_at(value, param)
+    if text.lstrip().startswith('"') and isinstance(inner := _loads(text), str) and isinstance(_loads(inner), dict):
+        text = string_at(inner, param)
+    if re.search(r"\d{19}", text) and isinstance(parsed := _loads(text), dict):
+        try:
+            return json.dumps(json_at(parsed, param, exact), ensure_ascii=False)
+        except RequestError:  # not JSON the library can take; it writes such arguments as they are
+            return text
+    return text
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
+    """(text, reasoning) of a message's content; parts are joined with a blank line."""
+    value = message.get("content")
+    where = f"{param}.content"
+    if isinstance(value, str):
+        return string_at(value, where), ""
+    if not isinstance(value, (list, tuple)):
+        raise bad(f"{where} must be a string or an array of parts, got {kind_of(value)}", where, "invalid_type")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for i, entry in enumerate(value):
+        part = object_at(entry, f"{where}.{i}")
+        kind = part.get("type")
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(string_at(part.get("text"), f"{where}.{i}.text"))
+        elif kind == "refusal":
+            texts.append(string_at(part.get("refusal"), f"{where}.{i}.refusal"))
+        elif kind == "thinking" and message.get("role") == "assistant":
+            thoughts.append(string_at(part.get("thinking"), f"{where}.{i}.thinking"))
+        elif kind == "file":
+            texts.append(_file_text(part, f"{where}.{i}"))
+        elif kind in ("image_url", "input_image", "image"):
+            raise bad(PICTURES, f"{where}.{i}", "unsupported_value")
+        else:
+            raise bad(f"content parts of type {kind!r} are not supported"[:200], f"{where}.{i}.type", "unsupported_value")
+    return "\n\n".join(texts), "\n\n".join(thoughts)
+
+
+def _file_text(part: Mapping[str, Any], param: str) -> str:
+    """Text of a file given as a data URL."""
+    file = object_at(part.get("file"), f"{param}.file")
+    url = string_at(file.get("file_data"), f"{param}.file.file_data")
+    found = re.match(r"data:([\w.+-]+/[\w.+-]+)?((?:;[^;,]*)*),", url)
+    if found is None or not (found[1] or "text/plain").startswith("text/"):
+        message = PICTURES if found and found[1].startswith("image/") else "only text files are supported, as data:text/…;base64 URLs"
+        raise bad(message, f"{param}.file.file_data", "unsupported_value")
+    try:
+        data = unquote_to_bytes(url[found.end():])
+        return (base64.b64decode(data) if found[2].endswith(";base64") else data).decode("utf-8")
+    except ValueError as error:
+        raise bad(f"{param}.file.file_data is not UTF-8 text: {error}"[:200], f"{param}.file.file_data") from None
+
+
+def order_results(turns: list[Turn]) -> list[Turn]:
+    """Put the results after each assistant turn into the order of its calls.
+
+    A call without a result gets an empty one, of two results of one call the last counts. Results of unknown calls and all other messages
+    keep their places.
+    """
+    ordered: list[Turn] = []
+    start = 0
+    while start < len(turns):
+        end = start + 1
+        while end < len(turns) and turns[end].role != "assistant":
+            end += 1
+        head, rest = turns[start], turns[start + 1 : end]
+        ordered += [head, *_answers(head.calls, rest)] if head.calls else [head, *rest]
+        start = end
+    return ordered
+
+
+def _answers(calls: tuple[recipe.ToolCall, ...], rest: list[Turn]) -> list[Turn]:
+    numbers: dict[str | None, list[int]] = {}  # calls by id; an id may be used twice
+    for number, call in enumerate(calls):
+        numbers.setdefault(call.id, []).append(number)
+    results: dict[int, Turn] = {}
+    slots: list[int] = []  # places in `rest` of results whose call is known
+    for place, turn in enumerate(rest):
+        if turn.role == "tool" and turn.call_id in numbers:
+            queue = numbers[turn.call_id]
+            results[queue.pop(0) if len(queue) > 1 else queue[0]] = turn
+            slots.append(place)
+    # As many slots as calls: surplus ones vanish, missing ones follow the last.
+    answers: dict[int, list[Turn]] = {place: [] for place in slots}
+    leading: list[Turn] = []
+    for number in range(len(calls)):
+        target = answers[slots[min(number, len(slots) - 1)]] if slots else leading
+        target.append(results.get(number, Turn("tool")))
+    return leading + [turn for place, other in enumerate(rest) for turn in answers.get(place, [other])]

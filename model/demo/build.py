@@ -1,0 +1,267 @@
+"""Builds the demo checkpoint: a random network of the released architecture, 12 layers wide enough to be exercised.
+
+Its text is noise; its shapes, formats, names and tokenizer are those of the official layout, so everything that serves
+it serves the released checkpoint. The tokenizer's text source is named in `train_tokenizer.py` (Python documentation,
+PSF License Version 2).
+
+Every byte is the same on every machine: numbers come from the raw PCG64 stream (numpy promises that one, not its
+distributions) and pass only through integer arithmetic, IEEE additions, multiplications and divisions, and powers of two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forebay.model.checkpoint import Checkpoint, write_checkpoint
+from forebay.model.config import QUANT_GROUP, ModelConfig
+from forebay.model.errors import CheckpointError, ConfigError
+from forebay.model.names import expected_tensors
+
+TOKENIZER = Path(__file__).with_name("tokenizer.json")
+SEED = 41
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "image_token_id": 4087,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+    },
+    "text_config": {
+        "model_type": "deepseek_v41_text",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 128,
+        "o_lora_rank": 64,
+        "o_groups": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 10.0,
+        "rms_norm_eps": 1e-20,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 32,
+        "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1],
+        "compress_rope_theta": 160000,
+        "kv_source_layer_ids": [2, 4, 6],
+        "index_source_layer_ids": [2, 4, 6, 8, 10],
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 64,
+        "candidate_source_layer_id": 6,
+        "candidate_topk_blocks": 64,
+        "candidate_block_size": 8,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-06,
+        "engram_layer_ids": [1, 4],
+        "engram_num_embeddings": [24562, 25586],
+        "engram_max_ngram_size": 4,
+        "engram_vocab_size": 2000,
+        "engram_n_heads": 4,
+        "engram_head_dim": 32,
+        "engram_pad_token_id": 2,
+        "engram_compressed_vocab_size": 3017,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+# Deviation and mean of the plain tensors by the end of their name; all others get deviation 1/sqrt(columns).
+_PLAIN: tuple[tuple[str, float, float], ...] = (
+    ("norm.weight", 0.05, 1.0),
+    ("embed.weight", 1.0, 0.0),
+    ("_base", 0.5, 0.0),
+    ("_scale", 0.1, 0.5),
+    ("attn_sink", 0.5, 0.0),
+    ("gate.bias", 0.02, 0.0),
+    ("gate.bias_vl", 0.02, 0.0),
+    ("q_weight", 0.1, 1.0),
+    ("k_weight", 0.1, 1.0),
+)
+_E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+def demo_checkpoint(cache_dir: Path | None = None) -> Path:
+    """Folder of the demo checkpoint; built in a few seconds if it is not there or not whole.
+
+    Args:
+        cache_dir: parent folder; by default `forebay` in $XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        ConfigError: the cache folder cannot be written.
+    """
+    parent = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+    folder = parent / f"demo-{_version()}"
+    if _whole(folder):
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=parent))
+        try:
+            build(work)
+            work.chmod(0o755)
+            if folder.exists() and not _whole(folder):
+                shutil.rmtree(folder)
+            try:
+                work.rename(folder)
+            except OSError:
+                if not _whole(folder):  # otherwise another process was first, with the same bytes
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"the demo checkpoint cannot be written to {parent}: {why}; choose another cache folder") from None
+    return folder
+
+
+def build(folder: Path) -> None:
+    """Write the demo checkpoint into an existing folder."""
+    config = ModelConfig.from_dict(CONFIG)
+    write_checkpoint(folder, CONFIG, random_tensors(config, SEED, silent_ids=special_ids(config)))
+    shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
+
+
+def random_tensors(config: ModelConfig, seed: int, *, silent_ids: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    """All tensors of a backbone, in stored formats (8-bit ones as uint8), scaled so that activations keep their size.
+
+    The output rows of `silent_ids` are zero: greedy decoding never picks them, so no text ends before its limit.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, spec in expected_tensors(config).items():
+        if name.endswith(".scale"):
+            continue
+        if spec.dtype in ("BF16", "F32"):
+            values = _values(name, spec.shape, seed)
+            if name == "head.weight":
+                values[list(silent_ids)] = 0
+            tensors[name] = torch.from_numpy(values).to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
+            continue
+        scale = name.removesuffix(".weight") + ".scale"
+        if spec.dtype == "I8":
+            tensors[name], tensors[scale] = encode_mxfp4(_values(name, (spec.shape[0], 2 * spec.shape[1]), seed))
+        elif spec.part == "engram tables":
+            tensors[name], tensors[scale] = encode_fp8(_values(name, spec.shape, seed), tile_rows=1)
+        else:
+            tensors[name], tensors[scale] = encode_fp8(_values(name, spec.shape, seed), tile_rows=QUANT_GROUP)
+    return tensors
+
+
+def encode_fp8(values: NDArray[np.float32], *, tile_rows: int) -> tuple[Tensor, Tensor]:
+    """fp32 [rows, columns] -> E4M3 bytes [rows, columns] and E8M0 bytes [tiles of `tile_rows`, tiles of 32 columns]."""
+    rows, columns = values.shape
+    padded = np.pad(values, ((0, -rows % tile_rows), (0, -columns % QUANT_GROUP)))
+    tiles = padded.reshape(padded.shape[0] // tile_rows, tile_rows, padded.shape[1] // QUANT_GROUP, QUANT_GROUP)
+    powers = _power_at_least(np.abs(tiles).max(axis=(1, 3)) / np.float32(448))
+    scaled = np.ldexp(tiles, -powers[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    codes = torch.from_numpy(np.ascontiguousarray(scaled)).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, torch.from_numpy((powers + 127).astype(np.uint8))
+
+
+def encode_mxfp4(values: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """fp32 [rows, columns] -> E2M1 pairs [rows, columns / 2], even column in the low nibble, and E8M0 bytes per 32 columns."""
+    rows, columns = values.shape
+    groups = values.reshape(rows, columns // QUANT_GROUP, QUANT_GROUP)
+    powers = _power_at_least(np.abs(groups).max(axis=2) / np.float32(6))
+    codes = e2m1_codes(np.ldexp(groups, -powers[:, :, None]).reshape(rows, columns))
+    return torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4), torch.from_numpy((powers + 127).astype(np.uint8))
+
+
+def e2m1_codes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Nearest of ±0 .5 1 1.5 2 3 4 6, as a 4-bit code with the sign in bit 3."""
+    size = np.abs(values)
+    codes = np.where(values < 0, np.uint8(8), np.uint8(0))
+    for edge, upwards in _E2M1_STEPS:  # a tie goes to the even code
+        codes += (size >= edge) if upwards else (size > edge)
+    return codes
+
+
+def _power_at_least(numbers: NDArray[np.float32]) -> NDArray[np.int32]:
+    """ceil(log2(x)) from the exponent, for positive normal numbers."""
+    fraction, exponent = np.frexp(numbers)
+    return np.asarray(exponent - (fraction == 0.5), dtype=np.int32)
+
+
+def deviation_and_mean(name: str, columns: int) -> tuple[float, float]:
+    """How the numbers of a tensor are spread (before quantisation), by its official name and number of columns."""
+    if name == "head.weight":
+        return float(1.5 / np.sqrt(np.float64(columns))), 0.0  # logits of deviation 1.5
+    for end, deviation, mean in _PLAIN:
+        if name.endswith(end):
+            return deviation, mean
+    return float(1 / np.sqrt(np.float64(columns))), 0.0
+
+
+def normal_numbers(key: str, count: int, seed: int) -> NDArray[np.float32]:
+    """Nearly normal numbers of deviation 1: sums of four 16-bit integers, exact up to the last multiplication."""
+    words = np.random.PCG64([seed, zlib.crc32(key.encode())]).random_raw(count)
+    quarters = np.asarray(words).astype("<u8").view("<u2").reshape(-1, 4)
+    total = quarters.sum(axis=1, dtype=np.int32) - 2 * 65535
+    return np.asarray(total.astype(np.float32) * np.float32(1 / 37837.2), dtype=np.float32)
+
+
+def _values(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    deviation, mean = deviation_and_mean(name, shape[-1])
+    numbers = normal_numbers(name, int(np.prod(shape)), seed) * np.float32(deviation) + np.float32(mean)
+    return numbers.reshape(shape)
+
+
+def special_ids(config: ModelConfig) -> tuple[int, ...]:
+    """Ids of the tokenizer's added tokens that the network can produce."""
+    added = json.loads(TOKENIZER.read_text("utf-8"))["added_tokens"]
+    return tuple(token["id"] for token in added if token["id"] < config.vocab_size)
+
+
+def _version() -> str:
+    """Changes with this recipe and the tokenizer, so that no cache folder is ever out of date."""
+    return hashlib.sha256(Path(__file__).read_bytes() + TOKENIZER.read_bytes()).hexdigest()[:12]
+
+
+def _whole(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        Checkpoint.open(folder, scan=False)
+        return (folder / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
+    except (CheckpointError, ConfigError, OSError):
+        return False

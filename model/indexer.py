@@ -1,0 +1,157 @@
+"""The indexer of an index source: which entries each row attends to (spec/model.md §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from forebay.model.batch import HalfState
+from forebay.model.config import LayerPlan, ModelConfig
+from forebay.model.loading import Loader
+from forebay.model.ops import formats
+from forebay.model.ops.gather import entry_places, gather_index
+from forebay.model.ops.index_score import index_scores
+from forebay.model.ops.linear import bf16_linear, quantised_linear
+from forebay.model.ops.rope import rotate
+from forebay.model.ops.select import block_maxima, select_top
+
+SCAN_BYTES = 32 << 20  # fp32 working memory of one scoring tile
+
+
+class Indexer:
+    """Queries and head weights of one layer; the keys belong to its kv source."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader) -> None:
+        assert plan.kv_source is not None
+        self.layer, self.source, self.ratio = plan.index, plan.kv_source, plan.ratio
+        self.heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.makes, self.reads = plan.makes_candidates, plan.reads_candidates
+        self.pool, self.size = config.candidate_topk_blocks, config.candidate_block_size
+        self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self.wq_b = load.fp8("wq_b")
+        self.weights_proj = load.plain("weights_proj.weight")
+
+    def select(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, state: HalfState) -> Tensor:
+        """Chosen entries of every row, [n, topk] int64 ascending, -1 filled. At the candidate source also sets `state.candidates`.
+
+        Args: x [n, D] bf16 attention input; latent [n, q_lora] fp32, the FP8-rounded query latent; cos, sin [n, pairs].
+        """
+        rows = state.rows
+        visible = (rows.positions + 1) // self.ratio
+        # Everything visible is chosen while it fits, without looking at a single key.
+        ramp = torch.arange(self.topk, device=x.device)
+        chosen = torch.where(ramp < visible.unsqueeze(1), ramp, -1)
+        blocks = (visible + self.size - 1) // self.size
+        scored = visible > self.topk
+        if self.makes:
+            state.restricted = blocks > self.pool
+            state.candidates = torch.full((rows.rows, self.pool), -1, dtype=torch.int64, device=x.device)
+            scored |= state.restricted
+        if bool(scored.any()):
+            q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
+            q = formats.index_decode(*formats.index_encode(rotate(q, cos, sin)))
+            weights = bf16_linear(x, self.weights_proj) * self.scale
+            restricted = state.restricted if self.reads else None
+            for part, scores, columns, widths in self._scores(scored, restricted, q, weights, visible, state):
+                rows_seen = visible[part]
+                if self.makes:
+                    self._candidates(part, scores, rows_seen, widths, state)
+                best = select_top(scores, self.topk, widths, columns)
+                chosen[part] = torch.where((rows_seen > self.topk).unsqueeze(1), best, chosen[part])
+        state.note(f"layer{self.layer}.topk", chosen)
+        return chosen
+
+    def _scores(
+        self, scored: Tensor, restricted: Tensor | None, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+        """Tiles of scored rows: (row numbers, scores [n, m] bf16 with -inf where invisible, their columns or None, full-row widths)."""
+        dense = scored if restricted is None else scored & ~restricted
+        if restricted is not None:
+            yield from self._restricted(scored & restricted, q, weights, visible, state)
+        lone: list[int] = []
+        for number, (offset, length) in enumerate(zip(state.rows.offsets, state.rows.lengths, strict=True)):
+            if length == 1:
+                lone.append(offset)
+                continue
+            part = dense[offset : offset + length].nonzero().flatten() + offset
+            if part.numel():
+                yield from self._shared(number, part, q, weights, visible, state)
+        if lone:
+            part = torch.tensor(lone, dtype=torch.int64, device=q.device)
+            yield from self._separate(part[dense[part]], q, weights, visible, state)
+
+    def _shared(
+        self, number: int, part: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+        """Rows of one sequence read its keys once."""
+        top = int(visible[part[-1]])
+        entries = torch.arange(top, device=q.device).unsqueeze(0)
+        keys = self._keys(torch.tensor([number], device=q.device), entries, state)[0]
+        step = max(1, SCAN_BYTES // (4 * self.heads * top))
+        for first in range(0, part.numel(), step):
+            rows = part[first : first + step]
+            scores = index_scores(q[rows], weights[rows], keys)
+            scores = scores.masked_fill(entries >= visible[rows].unsqueeze(1), -torch.inf)
+            yield rows, scores, None, self._widths(rows, visible, state)
+
+    def _separate(
+        self, part: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+        """Lone rows (decode), each with its own keys; rows of like length share a padded tile."""
+        groups: dict[int, list[int]] = {}
+        for row, count in zip(part.tolist(), visible[part].tolist(), strict=True):
+            groups.setdefault((count - 1).bit_length(), []).append(row)
+        for members in groups.values():
+            rows_all = torch.tensor(members, dtype=torch.int64, device=q.device)
+            top = int(visible[rows_all].max())
+            step = max(1, SCAN_BYTES // (4 * top * (self.heads + self.dim)))
+            for first in range(0, len(members), step):
+                rows = rows_all[first : first + step]
+                entries = torch.arange(top, device=q.device).expand(rows.numel(), top)
+                entries = torch.where(entries < visible[rows].unsqueeze(1), entries, -1)
+                keys = self._keys(state.rows.sequence[rows], entries, state)
+                scores = index_scores(q[rows], weights[rows], keys).masked_fill(entries < 0, -torch.inf)
+                yield rows, scores, None, self._widths(rows, visible, state)
+
+    def _restricted(
+        self, scored: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+        """Rows that may only choose inside their candidate blocks: those entries alone are read."""
+        part = scored.nonzero().flatten()
+        assert state.candidates is not None
+        width = self.pool * self.size
+        step = max(1, SCAN_BYTES // (4 * width * (self.heads + self.dim)))
+        for first in range(0, part.numel(), step):
+            rows = part[first : first + step]
+            blocks = state.candidates[rows]
+            entries = (blocks.unsqueeze(-1) * self.size + torch.arange(self.size, device=q.device)).flatten(1)
+            bad = (blocks < 0).repeat_interleave(self.size, 1) | (entries >= visible[rows].unsqueeze(1))
+            entries = entries.masked_fill(bad, -1)
+            keys = self._keys(state.rows.sequence[rows], entries, state)
+            scores = index_scores(q[rows], weights[rows], keys).masked_fill(bad, -torch.inf)
+            yield rows, scores, entries, self._widths(rows, visible, state)
+
+    def _keys(self, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
+        """entries [n, m] of sequences [n] -> [n, m, dim] fp32."""
+        memory = state.memory.sources[self.source]
+        block, place = entry_places(state.tables, sequence, entries, state.memory.block_tokens // self.ratio)
+        return gather_index(memory.index_codes, memory.index_scales, block, place)
+
+    def _widths(self, rows: Tensor, visible: Tensor, state: HalfState) -> list[int]:
+        """Columns of each row's full score row: of its whole prompt for prompt rows, of what is visible for generated ones."""
+        positions, sequence = state.rows.positions[rows].tolist(), state.rows.sequence[rows].tolist()
+        out = []
+        for position, number, seen in zip(positions, sequence, visible[rows].tolist(), strict=True):
+            prompt = state.spans[number].prompt_tokens
+            out.append(prompt // self.ratio if position < prompt else seen)
+        return out
+
+    def _candidates(self, part: Tensor, scores: Tensor, visible: Tensor, widths: list[int], state: HalfState) -> None:
+        """Best blocks of each row, the newest visible one pinned; never a block without a visible entry."""
+        assert state.candidates is not None
+        best = block_maxima(scores, self.size)
+        best.scatter_(1, ((visible - 1) // self.size).unsqueeze(1), torch.inf)
+        block_widths = [-(-width // self.size) for width in widths]
+        state.candidates[part] = select_top(best, self.pool, block_widths)

@@ -1,0 +1,145 @@
+"""Linear layers over the stored formats, with row-tiled GEMMs whose result for a row never depends on its neighbours.
+
+Weights stay as stored (FP8 tiles, MXFP4 groups, bf16). To multiply, a weight is widened to fp32 one column tile at a time; widened tiles are
+kept in a `TileCache` of bounded size, least recently used first out, so a checkpoint needs about its own size in memory.
+
+Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE` rows
+(the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever shares the step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forebay.model.ops import formats
+
+ROW_TILE = 16
+COLUMN_TILE_BYTES = 32 << 20  # fp32 bytes of one widened column tile
+GROUP = formats.GROUP
+
+
+class TileCache:
+    """Widened weight tiles within a byte budget; not shared between threads that run steps."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget = budget_bytes
+        self.used = 0
+        self._tiles: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+
+    def get(self, key: tuple[int, int], widen: Callable[[], Tensor]) -> Tensor:
+        tile = self._tiles.get(key)
+        if tile is not None:
+            self._tiles.move_to_end(key)
+            return tile
+        tile = widen()
+        size = tile.numel() * tile.element_size()
+        if size > self.budget:
+            return tile
+        while self.used + size > self.budget:
+            _, old = self._tiles.popitem(last=False)
+            self.used -= old.numel() * old.element_size()
+        self._tiles[key] = tile
+        self.used += size
+        return tile
+
+
+class Weight:
+    """A stored matrix [out, in] that can widen any run of its output rows to fp32 [in, rows] (transposed: ready for x @ w)."""
+
+    def __init__(self, out_features: int, in_features: int, cache: TileCache) -> None:
+        self.out_features = out_features
+        self.in_features = in_features
+        self.cache = cache
+        tile = max(1, COLUMN_TILE_BYTES // (4 * in_features))
+        self.column_tile = max(GROUP, tile // GROUP * GROUP)
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        """fp32 [stop - start, in] of output rows start..stop."""
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+    def tile(self, start: int, stop: int) -> Tensor:
+        return self.cache.get((id(self), start), lambda: self.widen(start, stop).T.contiguous())
+
+
+class PlainWeight(Weight):
+    """bf16 or fp32 [out, in]."""
+
+    def __init__(self, weight: Tensor, cache: TileCache) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], cache)
+        self.weight = weight
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        return self.weight[start:stop].float()
+
+
+class Fp8Weight(Weight):
+    """E4M3 [out, in] uint8 with E8M0 scales [ceil(out/32), ceil(in/32)] uint8, one per 32x32 tile (spec §8 storage).
+
+    `rows` takes a run of output rows only, as one group of a block-diagonal matrix.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, cache: TileCache, rows: tuple[int, int] | None = None) -> None:
+        first, last = rows or (0, codes.shape[0])
+        super().__init__(last - first, codes.shape[1], cache)
+        self.codes, self.scales, self.first = codes, scales, first
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        start, stop = start + self.first, stop + self.first
+        values = formats.e4m3_decode(self.codes[start:stop])
+        rows = torch.arange(start, stop, device=self.codes.device) // GROUP
+        scale = formats.exp2_from_byte(self.scales).index_select(0, rows).repeat_interleave(GROUP, 1)
+        return values * scale[:, : self.in_features]
+
+
+class Mxfp4Weight(Weight):
+    """E2M1 pairs [out, in/2] uint8 (low nibble = even k) with E8M0 scales [out, in/32] uint8 (spec §8 storage)."""
+
+    def __init__(self, packed: Tensor, scales: Tensor, cache: TileCache) -> None:
+        super().__init__(packed.shape[0], packed.shape[1] * 2, cache)
+        self.packed, self.scales = packed, scales
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        return formats.index_decode(self.packed[start:stop], self.scales[start:stop])
+
+
+def matmul(x: Tensor, weight: Weight) -> Tensor:
+    """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU."""
+    rows = x.shape[0]
+    out = torch.empty((rows, weight.out_features), dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return out
+    tiled = x.device.type == "cpu"
+    full = rows // ROW_TILE * ROW_TILE if tiled else rows
+    tail = None
+    if full < rows:
+        tail = torch.zeros((ROW_TILE, x.shape[1]), dtype=torch.float32, device=x.device)
+        tail[: rows - full] = x[full:]
+    step = ROW_TILE if tiled else rows
+    for start in range(0, weight.out_features, weight.column_tile):
+        stop = min(start + weight.column_tile, weight.out_features)
+        w = weight.tile(start, stop)
+        target = out[:, start:stop]
+        for row in range(0, full, step):
+            torch.mm(x[row : row + step], w, out=target[row : row + step])
+        if tail is not None:
+            target[full:] = torch.mm(tail, w)[: rows - full]
+    return out
+
+
+def fp32_linear(x: Tensor, weight: Weight) -> Tensor:
+    """fp32(x) times the widened weight, fp32 out: router, ratio-2 compressor, mHC projection, head. x [n, in] any float."""
+    return matmul(x.float().contiguous(), weight)
+
+
+def bf16_linear(x: Tensor, weight: Weight) -> Tensor:
+    """bf16 in, fp32 accumulation, bf16 out: index keys, index weights, ratio-1 compressor. x [n, in] bf16."""
+    return matmul(x.float().contiguous(), weight).to(torch.bfloat16)
+
+
+def quantised_linear(rounded: Tensor, weight: Weight) -> Tensor:
+    """An FP8 or MXFP4 linear whose input already went through `formats.fp8_round` (shared by several weights). -> [n, out] bf16."""
+    return matmul(rounded, weight).to(torch.bfloat16)

@@ -1,0 +1,13 @@
+"""RMSNorm: y = x * rsqrt(mean(x^2) + eps) * weight, statistics and product in fp32, one rounding to bf16 (spec/model.md §10)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Args: x [..., n] bf16 or fp32, weight [n] bf16. Returns [..., n] bf16."""
+    x = x.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * x).to(torch.bfloat16)

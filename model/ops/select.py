@@ -1,0 +1,68 @@
+"""Top-k selection of entries with a defined answer at ties (spec/model.md §5.3, §5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | None = None) -> Tensor:
+    """The k best columns of each row.
+
+    Scores are bf16 and tie often. A tie at the cut is settled by `torch.topk` over the row laid out at its own `width`, padded with -inf:
+    the width is a property of the sequence (its prompt, or its length at that decode step), so the answer is the reference's and
+    does not depend on chunking or on the batch.
+
+    Args:
+        scores: [n, m] bf16, -inf where a column may not be chosen.
+        k: how many.
+        widths: per row, the number of columns its full score row has.
+        columns: [n, m] int64, the position of each score in its full row, ascending, -1 unused; None when column i is position i.
+    Returns:
+        [n, k] int64 positions in the full row, ascending, -1 where nothing (finite) was left to choose.
+    """
+    n, m = scores.shape
+    take = min(k, m)
+    best = torch.topk(scores, take, dim=-1)
+    chosen = best.indices if columns is None else columns.gather(1, best.indices)
+    chosen = chosen.masked_fill(best.values == -torch.inf, -1)
+    if m > k:
+        # More columns reach the last chosen score than were chosen: the cut runs through a tie.
+        cut = best.values.amin(-1, keepdim=True)
+        tied = ((scores >= cut).sum(-1) > take) & (cut.squeeze(-1) > -torch.inf)
+        rows = tied.nonzero().flatten().tolist()
+        for width, members in _by_width(rows, widths).items():
+            # One spare column takes what unused places scatter.
+            full = torch.full((len(members), width + 1), -torch.inf, dtype=scores.dtype, device=scores.device)
+            part = scores[members]
+            if columns is None:
+                limit = min(width, m)
+                full[:, :limit] = part[:, :limit]
+            else:
+                place = columns[members]
+                used = place >= 0
+                full.scatter_(1, torch.where(used, place, width), part)
+            chosen[members] = torch.topk(full[:, :width], take, dim=-1).indices
+    last = torch.iinfo(torch.int64).max
+    ordered = chosen.masked_fill(chosen < 0, last).sort(-1).values
+    ordered = ordered.masked_fill(ordered == last, -1)
+    if take < k:
+        ordered = torch.nn.functional.pad(ordered, (0, k - take), value=-1)
+    return ordered
+
+
+def _by_width(rows: list[int], widths: Sequence[int]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(widths[row], []).append(row)
+    return groups
+
+
+def block_maxima(scores: Tensor, size: int) -> Tensor:
+    """Best score of each run of `size` columns, the last run padded with -inf: [n, m] -> [n, ceil(m/size)]."""
+    short = -scores.shape[1] % size
+    if short:
+        scores = torch.nn.functional.pad(scores, (0, short), value=-torch.inf)
+    return scores.unflatten(1, (-1, size)).amax(-1)

@@ -1,0 +1,21 @@
+"""Clamped SwiGLU between the two expert linears (spec/model.md §8)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forebay.model.ops.elementwise import silu
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, ±limit) * weight, fp32, rounded once.
+
+    The routing weight is applied here, before the second linear quantises its input.
+
+    Args: gate, up [n, inter] bf16; weight [n] fp32 or None. Returns [n, inter] bf16.
+    """
+    h = silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    if weight is not None:
+        h = weight.unsqueeze(-1) * h
+    return h.to(torch.bfloat16)

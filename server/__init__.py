@@ -1,0 +1,1 @@
+"""People: HTTP, the command line and configuration."""

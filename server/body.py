@@ -1,0 +1,147 @@
+"""From the bytes of a request to a JSON object: content decoding with a size limit, depth limit, finite numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from typing import Any
+
+import orjson
+
+from forebay.server.errors import HttpError
+
+_JSON_TYPES = {
+    type(None): "null", bool: "a boolean", int: "an integer", float: "a decimal", str: "a string", list: "an array", dict: "an object",
+}  # fmt: skip
+_PIECE = 256 * 1024
+_SCAN = 1 << 20  # bytes of a broken body that are searched for why it is broken
+_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3,}")
+
+
+def too_large(limit: int) -> HttpError:
+    """413 naming the limit."""
+    size = f"{limit / (1 << 20):g} MiB" if limit >= 1 << 20 else f"{limit} bytes"
+    message = f"The request body is larger than the limit of {size}. Send fewer or smaller messages and images."
+    return HttpError(413, message, code="request_too_large", headers=[(b"x-should-retry", b"false")])
+
+
+def check_encoding(encoding: str) -> None:
+    """Refuse (415) a Content-Encoding that `decode` does not undo."""
+    for name in _encodings(encoding):
+        if name not in ("gzip", "x-gzip", "deflate"):
+            message = f"Content-Encoding {name[:32]!r} is not supported. Use identity, gzip or deflate."
+            raise HttpError(415, message, code="unsupported_media_type", headers=[(b"accept-encoding", b"gzip, deflate")])
+
+
+def decode(data: bytes, encoding: str, limit: int) -> bytes:
+    """Undo Content-Encoding. Stops at `limit` decoded bytes (413), so a small body cannot unfold into a huge one; damaged data is 400."""
+    for name in reversed(_encodings(encoding)):
+        data = _inflate(data, name, limit)
+    return data
+
+
+def parse_object(data: bytes, max_depth: int) -> dict[str, Any]:
+    """The JSON object in `data`. Duplicate keys: the last one wins.
+
+    Raises HttpError 400: not JSON (with the position), not an object, deeper than `max_depth`, NaN or an infinity (naming the field).
+    """
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        value = _explain(data, max_depth, error)
+    if _deeper(value, max_depth):
+        raise _too_deep(max_depth)
+    if not isinstance(value, dict):
+        raise HttpError(400, f"The request body must be a JSON object, got {json_type(value)}.", code="invalid_type")
+    return value
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a parsed value, with its article."""
+    return _JSON_TYPES[type(value)]
+
+
+def _encodings(header: str) -> list[str]:
+    return [name for part in header.lower().split(",") if (name := part.strip()) not in ("", "identity")]
+
+
+def _inflate(data: bytes, name: str, limit: int) -> bytes:
+    window = 31 if name.endswith("gzip") else 15
+    if window == 15 and (len(data) < 2 or data[0] & 0x0F != 8 or (data[0] << 8 | data[1]) % 31):
+        window = -15  # "deflate" without the zlib header, as some clients send it
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while data:
+            stream = zlib.decompressobj(window)
+            while data and not stream.eof:
+                piece = stream.decompress(data, _PIECE)
+                data = stream.unconsumed_tail
+                size += len(piece)
+                if size > limit:
+                    raise too_large(limit)
+                pieces.append(piece)
+            if not stream.eof:
+                raise HttpError(400, f"The request body ends in the middle of its {name} stream.", code="invalid_body")
+            data = stream.unused_data  # gzip allows several members in a row
+    except zlib.error as error:
+        raise HttpError(400, f"The request body is not valid {name}: {error}.", code="invalid_body") from None
+    return b"".join(pieces)
+
+
+def _explain(data: bytes, max_depth: int, error: orjson.JSONDecodeError) -> Any:
+    """Find out why strict parsing failed; returns the value only if nothing was wrong with it in the end."""
+    depth = 0
+    for match in _NESTING.finditer(data[:_SCAN]):
+        token = match.group()[:1]
+        depth += (token in (b"[", b"{")) - (token in (b"]", b"}"))
+        if depth > max_depth:
+            raise _too_deep(max_depth) from None
+    if _NON_FINITE.search(data):
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            value = None
+        if (path := _non_finite(value)) is not None:
+            text = f"Invalid '{path}': NaN and infinite numbers are not JSON; send a finite number."
+            raise HttpError(400, text, code="invalid_json", param=path or None)
+    text = f"Could not parse the request body as JSON: {error.msg} (line {error.lineno}, column {error.colno})."
+    raise HttpError(400, text, code="invalid_json")
+
+
+def _too_deep(max_depth: int) -> HttpError:
+    return HttpError(400, f"The request body is nested too deep: at most {max_depth} levels of arrays and objects.", code="invalid_json")
+
+
+def _deeper(value: Any, max_depth: int) -> bool:
+    """Whether containers nest deeper than `max_depth`; level by level, so no recursion."""
+    level = [value]
+    for _ in range(max_depth):
+        level = [child for node in level for child in _children(node) if isinstance(child, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _children(node: Any) -> Any:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def _non_finite(value: Any) -> str | None:
+    """Path of the first number that is not finite, or None."""
+    stack: list[tuple[str, Any]] = [("", value)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, float) and not math.isfinite(node):
+            return path
+        if isinstance(node, dict):
+            stack.extend((f"{path}.{key}" if path else key, child) for key, child in reversed(node.items()))
+        elif isinstance(node, list):
+            stack.extend((f"{path}[{i}]", child) for i, child in reversed(list(enumerate(node))))
+    return None

@@ -1,0 +1,198 @@
+"""The `forebay` command: reads flags, finds the command, and says what went wrong in one sentence.
+
+Nothing here imports torch: threads and OpenMP are set up before the first command loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from forebay import __version__
+from forebay.model.errors import ConfigError, ForebayError
+from forebay.server.config import Config, Origins, load
+
+# Flags that stand for one setting each; the names are stable.
+SETTING_FLAGS = {
+    "--model": ("model.path", "MODEL", "demo, a checkpoint folder, or synthetic:v41-flash[,experts=N]"),
+    "--host": ("server.host", "HOST", "address to listen on"),
+    "--port": ("server.port", "PORT", "port to listen on"),
+    "--device": ("engine.device", "cpu|cuda", "where the network runs"),
+    "--cache-dir": ("cache.dir", "DIR", "folder of the persistent cache tier (accepted; nothing is stored there yet)"),
+    "--redis-url": ("cache.redis_url", "URL", "Redis for window snapshots (accepted; nothing is stored there yet)"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one sentence that names the nearest right spelling."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            nearest = difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), n=1, cutoff=0.0)[0]
+            message = f"there is no command {choice[1]!r}; the nearest is {nearest!r}"
+        command = self.prog.partition(" ")[2]
+        raise ConfigError(f"{command}: {message}; see `{self.prog} --help`" if command else f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole parser, and the parser of each command by name."""
+    parser = Parser(prog="forebay", description="Serve DeepSeek-V4.1-Flash behind an OpenAI-compatible API.")
+    parser.add_argument("--version", action="version", version=f"forebay {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP until SIGTERM or Ctrl-C.")
+    _add_settings(serve)
+
+    chat = commands.add_parser("chat", help="talk to a running server", description="Talk to a running server in the terminal.")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
+    chat.add_argument("--name", help="model name to ask for (default: the first one that the server lists)")
+    chat.add_argument("--effort", help="reasoning effort to begin with: none, low, high, max or 1 to 100 (default: the server's)")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="output limit per turn (default: the server's)")
+
+    check = commands.add_parser(
+        "check",
+        help="plan a model on this machine",
+        description="Show what a model needs and whether it fits here, without loading weights.",
+    )
+    check.add_argument("check_model", metavar="MODEL", nargs="?", help="demo, a checkpoint folder, or synthetic:v41-flash[,experts=N]")
+    check.add_argument("--memory", metavar="SIZE", help="plan for this much memory, such as 141GB (default: what this machine has free)")
+    check.add_argument("--json", action="store_true", help="print the plan as JSON")
+    _add_settings(check)
+
+    config = commands.add_parser(
+        "config", help="print the effective settings", description="Print every setting, its value and where it came from."
+    )
+    config.add_argument("--describe", action="store_true", help="say what each setting means, its unit and its range")
+    _add_settings(config)
+
+    _add_bench(commands.add_parser("bench", help="measure this server", description="Measure ratios in one run on this machine."))
+    return parser, dict(commands.choices)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
+    for flag, (_, metavar, text) in SETTING_FLAGS.items():
+        parser.add_argument(flag, metavar=metavar, help=text)
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting, such as engine.max_sequences=16 (repeatable)"
+    )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="bench", metavar="KIND", required=True, parser_class=Parser)
+
+    serve = kinds.add_parser(
+        "serve", help="many streams at once", description="Run many streams at once, by default against its own server."
+    )
+    serve.add_argument("--url", help="a running server (default: start one on a free port)")
+    serve.add_argument("--streams", type=int, default=64, metavar="N", help="concurrent streams (default: %(default)s)")
+    serve.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of each prompt, about (default: %(default)s)")
+    serve.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens each stream generates (default: %(default)s)")
+    serve.add_argument("--repeats", type=int, default=1, metavar="N", help="rounds; medians are reported (default: %(default)s)")
+    serve.add_argument("--compare-sequential", action="store_true", help="also run the same requests one by one, and print the ratio")
+
+    prefill = kinds.add_parser("prefill", help="bounded against exact prefill", description="Time a long prompt in both modes.")
+    prefill.add_argument("--tokens", type=int, default=4096, metavar="N", help="prompt length (default: %(default)s)")
+    prefill.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
+
+    decode = kinds.add_parser("decode", help="step time by context", description="Time a decode step at several context lengths.")
+    decode.add_argument("--contexts", default="1024,16384", metavar="N,N", help="context lengths in tokens (default: %(default)s)")
+    decode.add_argument("--steps", type=int, default=24, metavar="N", help="steps timed per visit (default: %(default)s)")
+    decode.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved visits to each length (default: %(default)s)")
+
+    for kind in (serve, prefill, decode):
+        kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+        _add_settings(kind)
+
+
+def read_settings(args: argparse.Namespace) -> tuple[Config, Origins]:
+    """The effective configuration of a command that takes settings.
+
+    Raises:
+        ConfigError: see `forebay.server.config.load`; also a `--set` without `=`.
+    """
+    flags: dict[str, tuple[str, Any]] = {}
+    for flag, (key, _, _) in SETTING_FLAGS.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            flags[key] = (flag, value)
+    for pair in args.set:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, such as --set engine.max_sequences=16; got {pair!r}")
+        flags[key.strip()] = ("--set", value)
+    return load(args.config, flags)
+
+
+def setting_arguments(args: argparse.Namespace) -> list[str]:
+    """The command-line arguments that give another `forebay` the settings of this one."""
+    given: list[str] = ["--config", str(args.config)] if args.config else []
+    for flag in SETTING_FLAGS:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            given += [flag, value]
+    for pair in args.set:
+        given += ["--set", pair]
+    return given
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Arguments of one command line.
+
+    Raises:
+        ConfigError: unknown command or flag (names the nearest), missing or malformed value.
+    """
+    parser, commands = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None and not rest:
+        parser.print_help()
+        raise SystemExit(2)
+    if rest:
+        known = _flags_of(commands[args.command], deep=True) if args.command else _flags_of(parser, deep=False)
+        long = sorted(flag for flag in known if flag.startswith("--"))
+        nearest = difflib.get_close_matches(rest[0].partition("=")[0], long, n=1, cutoff=0.0)
+        raise ConfigError(f"{f'{args.command}: ' if args.command else ''}there is no flag {rest[0]!r}; the nearest is {nearest[0]!r}")
+    return args
+
+
+def _flags_of(parser: argparse.ArgumentParser, *, deep: bool) -> set[str]:
+    """Flags of a parser, with `deep` also of its sub-commands."""
+    flags: set[str] = set()
+    for action in parser._actions:
+        flags.update(action.option_strings)
+        if deep and isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                flags |= _flags_of(child, deep=True)
+    return flags
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0 fine, 1 it failed, 2 it was asked wrongly, 130 interrupted."""
+    # Idle OpenMP threads must sleep: spinning ones starve the event loop when cores are few. Read by libgomp when torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        status: int = importlib.import_module(f"forebay.server.commands.{args.command}").run(args)
+        return status
+    except ForebayError as error:
+        print(f"forebay: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

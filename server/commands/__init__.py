@@ -1,0 +1,1 @@
+"""One module per command of `forebay`; each is imported only when its command runs."""

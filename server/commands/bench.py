@@ -1,0 +1,32 @@
+"""`forebay bench`: ratios measured in one run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from forebay.model.errors import ConfigError
+from forebay.server.terminal import consoles
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
+    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps"):
+        if getattr(args, name, 1) < 1:
+            raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    out, err = consoles()
+    if args.bench == "serve":
+        from forebay.server.commands import bench_serve
+
+        figures, fine = bench_serve.measure(args, out, err)
+    else:
+        # Imported here: this brings torch.
+        from forebay.server.commands import bench_model
+
+        figures, fine = bench_model.measure(args, out, err)
+    if args.json:
+        try:
+            args.json.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json: {args.json} cannot be written: {error.strerror}") from None
+    return 0 if fine else 1

@@ -1,0 +1,235 @@
+"""`forebay serve`: listen, load, answer, drain.
+
+The socket is bound before anything else, so a port in use is told at once, and requests are answered (503, with progress) while
+weights load. The first SIGTERM or Ctrl-C drains, the second stops at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+import uvloop
+
+from forebay import __version__
+from forebay.model.errors import ConfigError, ForebayError
+from forebay.server.app import create_app
+from forebay.server.cli import read_settings
+from forebay.server.config import Config
+from forebay.server.limits import ServerOptions
+from forebay.server.loading import Gate
+from forebay.server.terminal import LoadProgress, consoles
+from forebay.server.wire import uvicorn_config
+
+if TYPE_CHECKING:
+    from forebay.engine.client import EngineClient
+
+POLL_S = 0.25
+FLUSH_S = 5  # after draining, for sockets to take their last bytes
+SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
+MAX_FILES = 65_536
+
+
+class EngineStoppedError(ForebayError):
+    """The engine died while the server ran."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises ConfigError, CheckpointError and the like before it is ready; returns 0 after a drain."""
+    config, _ = read_settings(args)
+    threads = config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # read when torch is first imported, below
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("forebay").setLevel(logging.INFO)
+    logging.getLogger("forebay.access").setLevel(logging.INFO if config.server.access_log else logging.WARNING)
+    raise_file_limit(config)
+    listener = listen(config.server.host, config.server.port, config.server.backlog)
+    with listener:
+        return uvloop.run(Service(config, threads, listener).run())
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Raises:
+        ConfigError: port in use, not allowed, or no such address; says what to change.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; choose another --host", param="server.host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        reasons = {
+            errno.EADDRINUSE: f"port {port} on {host} is in use; stop the program that has it or choose another with --port",
+            errno.EACCES: f"port {port} needs more rights than this user has; choose one above 1023 with --port",
+            errno.EADDRNOTAVAIL: f"{host} is no address of this machine; set --host to one that is",
+        }
+        raise ConfigError(reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}"), param="server.port") from None
+    listener.setblocking(False)
+    return listener
+
+
+def raise_file_limit(config: Config) -> None:
+    """Raise the soft limit of open files as far as allowed; warn if that is still too few for the streams that may come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    needed = config.engine.max_sequences + config.engine.max_queued_requests + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        print(f"forebay: only {soft} open files are allowed, {needed} may be needed; raise the hard limit (ulimit -Hn)", file=sys.stderr)
+
+
+def build(config: Config, threads: int, progress: Callable[[int, int, str], None]) -> EngineClient:
+    """Load the model and build its engine (blocks; minutes for a large checkpoint)."""
+    # Imported here: this brings torch, which must come after the thread settings and need not be there for a usage error.
+    from forebay.engine.launch import build_client
+    from forebay.engine.options import EngineOptions
+    from forebay.engine.plan import kv_tokens_in
+
+    engine, cache = config.engine, config.cache
+    kv_tokens = cache.kv_tokens if cache.kv_bytes is None else kv_tokens_in(config.model.path, cache.kv_bytes)
+    options = EngineOptions(
+        max_context=engine.max_context,
+        max_sequences=engine.max_sequences,
+        encoder_tokens=engine.encoder_tokens,
+        decoder_tokens=engine.decoder_tokens,
+        max_queued_requests=engine.max_queued_requests,
+        max_queue_wait_s=engine.max_queue_wait_s,
+        aging_s=engine.aging_s,
+        kv_tokens=kv_tokens,
+        prefix_reuse=cache.prefix_reuse,
+        weight_cache_bytes=engine.weight_cache_bytes,
+        default_effort=engine.default_effort,
+        poison=engine.poison,
+    )
+    return build_client(
+        model=config.model.path,
+        model_name=config.model.name,
+        device=engine.device,
+        threads=threads,
+        prefill=engine.prefill,
+        options=options,
+        progress=progress,
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: it would stop streams that a drain lets finish."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """One run of the server, from the bound socket to the exit status."""
+
+    def __init__(self, config: Config, threads: int, listener: socket.socket) -> None:
+        self._config = config
+        self._threads = threads
+        self._listener = listener
+        self._out, err = consoles()
+        self._progress = LoadProgress(err)
+        self._options = ServerOptions.from_config(config)
+        self._gate = Gate(lambda: str(self._progress), self._options)
+        self._stop = asyncio.Event()
+        self._client: EngineClient | None = None
+
+    async def run(self) -> int:
+        """Serve until a signal or the death of the engine. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = HttpServer(uvicorn_config(self._gate, self._options, backlog=self._config.server.backlog, timeout_graceful_shutdown=FLUSH_S))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            self._client = client = await self._load()
+            await client.start()
+            self._gate.open(create_app(client, self._options))
+            self._announce(client)
+            await self._until_stopped(client)
+            await self._drain(client)
+        finally:
+            if self._client is not None:
+                await self._client.stop()
+            http.should_exit = True
+            await serving
+        return 0
+
+    async def _load(self) -> EngineClient:
+        """Build the engine in a thread of its own, so that a signal need not wait for it."""
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[EngineClient] = loop.create_future()
+
+        def work() -> None:
+            try:
+                client = build(self._config, self._threads, self._progress.report)
+            except BaseException as error:
+                loop.call_soon_threadsafe(built.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(built.set_result, client)
+
+        with self._progress:
+            threading.Thread(target=work, name="forebay-load", daemon=True).start()
+            while not built.done():
+                await asyncio.wait([built], timeout=POLL_S)
+                self._progress.tick()
+        return built.result()
+
+    def _on_signal(self, number: int) -> None:
+        if self._client is None or self._stop.is_set():
+            # Nothing runs yet, or the operator insists: a step in flight or a load cannot be interrupted in any gentler way.
+            self._progress.close()
+            print("forebay: stopped at once" if self._client else "forebay: stopped while loading", file=sys.stderr, flush=True)
+            os._exit(128 + number if self._client else 0)
+        grace = f"{self._config.server.drain_timeout_s:g} s"
+        name = signal.Signals(number).name
+        print(f"forebay: {name}: running requests have {grace} to finish; once more stops at once", file=sys.stderr, flush=True)
+        self._stop.set()
+
+    async def _until_stopped(self, client: EngineClient) -> None:
+        while not self._stop.is_set():
+            if client.state == "dead":
+                raise EngineStoppedError(f"the engine stopped: {client.reason}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), POLL_S)
+
+    async def _drain(self, client: EngineClient) -> None:
+        finished = await client.drain(self._config.server.drain_timeout_s)
+        if not finished:
+            print("forebay: the time to finish is over; the requests that still run end with an error", file=sys.stderr, flush=True)
+
+    def _announce(self, client: EngineClient) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        url = f"http://{shown}:{port}"
+        body = json.dumps({"model": client.model_name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+        lines = [
+            f"Forebay {__version__} serves {client.model_name} at {url}",
+            f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
+            "Try it:",
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+            f"  forebay chat --url {url}",
+        ]
+        print("\n".join(lines), flush=True)

@@ -1,0 +1,294 @@
+"""The one configuration tree: what can be set, its range and unit, and where each value came from.
+
+Order of precedence, lowest first: defaults, YAML file, environment (`FOREBAY_SERVER__PORT=8001`), flags.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from forebay.model.errors import ConfigError
+
+ENV_PREFIX = "FOREBAY_"
+MIB = 1024 * 1024
+EFFORT_WORDS = ("none", "low", "high", "max")
+
+_PASSWORD = re.compile(r"(://[^/@]*:)[^/@]*@")
+
+Origins = dict[str, str]  # "server.port" -> "default" | "file forebay.yaml" | "environment FOREBAY_SERVER__PORT" | "flag --port"
+
+
+def _split_commas(value: Any) -> Any:
+    """`a,b` from the environment or a flag is the list [a, b]; YAML lists pass unchanged."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _none_word(value: Any) -> Any:
+    """The environment and flags have no null: the words `none` and `null` (and an empty text) mean it."""
+    return None if isinstance(value, str) and value.strip().lower() in ("", "none", "null") else value
+
+
+def _effort(value: Any) -> int | str:
+    """A word or a number from 1 to 100; `75` given as text is the number 75."""
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if value in EFFORT_WORDS or (type(number) is int and 1 <= number <= 100):
+        return cast(int | str, number)
+    raise ValueError(f"must be {', '.join(EFFORT_WORDS)} or a number from 1 to 100")
+
+
+NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_word)]
+OptionalText = Annotated[str | None, BeforeValidator(_none_word)]
+OptionalCount = Annotated[int | None, BeforeValidator(_none_word)]
+OptionalBytes = Annotated[ByteSize | None, BeforeValidator(_none_word)]
+Effort = Annotated[int | str, BeforeValidator(_effort)]
+
+
+def setting(default: Any, description: str, *, unit: str | None = None, **limits: Any) -> Any:
+    """A field with its help text and, where it has one, the unit it is measured in."""
+    return Field(default, description=description, json_schema_extra={"unit": unit} if unit else None, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+class ModelSection(Section):
+    path: str = setting("demo", "what to serve: demo, a checkpoint folder, or synthetic:v41-flash[,experts=N]", min_length=1)
+    name: OptionalText = setting(None, "name in /v1/models and in answers; none takes the checkpoint's own name", max_length=256)
+    aliases: NameList = setting((), "other names that requests may use for the model")
+
+
+class ServerSection(Section):
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", min_length=1)
+    port: int = setting(8000, "TCP port to listen on; 0 lets the system choose", ge=0, le=65535)
+    backlog: int = setting(2048, "connections the system may hold before they are accepted", unit="connections", ge=1, le=65535)
+    body_limit_bytes: ByteSize = setting(64 * MIB, "largest request body, decoded; beyond it the answer is 413", unit="bytes", ge=1024)
+    max_header_bytes: ByteSize = setting(64 * 1024, "largest request head; beyond it the answer is 431", unit="bytes", ge=1024, le=MIB)
+    header_timeout_s: float = setting(10.0, "time a client has to send a request's head", unit="seconds", gt=0, le=3600)
+    body_timeout_s: float = setting(60.0, "time a client may pause within a body; then the answer is 408", unit="seconds", gt=0, le=3600)
+    keep_alive_s: float = setting(75.0, "how long an idle connection is kept open", unit="seconds", gt=0, le=86400)
+    keepalive_comment_s: float = setting(15.0, "silence after which a stream sends a comment line; 0 is off", unit="seconds", ge=0, le=3600)
+    drain_timeout_s: float = setting(30.0, "after SIGTERM, time that running requests have to finish", unit="seconds", ge=0, le=86400)
+    liveness_timeout_s: float = setting(60.0, "without progress for this long, /health/live answers 503", unit="seconds", gt=0, le=86400)
+    access_log: bool = setting(True, "log one JSON line per request to standard error")
+    cors_origins: NameList = setting((), "origins that browsers may call from (* for any); empty sends no CORS headers")
+
+
+class OutputLimits(Section):
+    thinking: int = setting(65_536, "output limit of a thinking request that states none", unit="tokens", ge=1)
+    max_effort: int = setting(131_072, "the same at reasoning effort 100", unit="tokens", ge=1)
+    plain: int = setting(8_192, "the same without thinking", unit="tokens", ge=1)
+
+
+class EngineSection(Section):
+    device: Literal["cpu", "cuda"] = setting("cpu", "where the network runs")
+    threads: int = setting(0, "torch threads; 0 takes all usable cores but one, left to the event loop", unit="threads", ge=0, le=1024)
+    prefill: Literal["bounded", "exact"] = setting("bounded", "rows of a prompt that run the decoder half: its last window, or all")
+    max_context: OptionalCount = setting(None, "longest prompt plus output; none takes the checkpoint's own limit", unit="tokens", ge=2)
+    max_sequences: int = setting(64, "sequences that run at once, each with its window KV", unit="sequences", ge=1, le=65536)
+    encoder_tokens: int = setting(512, "prompt tokens a step may run through the encoder half", unit="tokens", ge=1, le=1 << 20)
+    decoder_tokens: int = setting(512, "tokens a step may run through the decoder half", unit="tokens", ge=1, le=1 << 20)
+    max_queued_requests: int = setting(1024, "waiting requests; beyond it the answer is 429", unit="requests", ge=1)
+    max_queue_wait_s: float = setting(
+        600.0, "longest wait before a request starts; then it is refused; 0 is no limit", unit="seconds", ge=0
+    )
+    aging_s: float = setting(10.0, "waiting this long is worth one step of priority; 0 is off", unit="seconds", ge=0)
+    default_effort: Effort = setting("high", "reasoning effort of requests that state none: none, low, high, max or 1 to 100")
+    max_output_tokens: OutputLimits = setting(OutputLimits(), "output limits of requests that state none")
+    weight_cache_bytes: ByteSize = setting(512 * MIB, "memory for dequantised weights on CPU; more is faster", unit="bytes", ge=0)
+    poison: bool = setting(False, "debugging: overwrite scratch buffers between steps so that stale reads show")
+
+
+class CacheSection(Section):
+    dir: OptionalPath = setting(None, "folder of the persistent tier; nothing is stored there yet")
+    redis_url: OptionalText = setting(None, "Redis for window snapshots; nothing is stored there yet")
+    kv_tokens: OptionalCount = setting(None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1)
+    kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1)
+    prefix_reuse: bool = setting(True, "reuse stored blocks of equal prompt prefixes")
+
+
+class Config(BaseSettings):
+    """Everything that can be set. Build it with `load`; `Config()` alone is the defaults."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, validate_default=True)
+
+    model: ModelSection = ModelSection()
+    server: ServerSection = ServerSection()
+    engine: EngineSection = EngineSection()
+    cache: CacheSection = CacheSection()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `load` reads the layers one by one, since it must know which of them a value came from.
+        return (init_settings,)
+
+
+def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting as (`server.port`, its field), in the order of the tree."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from fields(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", info
+
+
+def load(file: Path | None = None, flags: Mapping[str, tuple[str, Any]] | None = None) -> tuple[Config, Origins]:
+    """The effective configuration and the origin of each value.
+
+    Args:
+        file: YAML file with nested sections, or None.
+        flags: setting -> (flag as the user wrote it, value), such as `{"server.port": ("--port", "8001")}`.
+
+    Raises:
+        ConfigError: unreadable file, unknown setting (names the nearest valid one), value out of range; all of a kind at once.
+    """
+    keys = [key for key, _ in fields()]
+    values: dict[str, Any] = {}
+    origins: Origins = dict.fromkeys(keys, "default")
+    layers: list[Iterator[tuple[str, Any, str]]] = []
+    if file is not None:
+        layers.append((key, value, f"file {file}") for key, value in _read_yaml(file, keys))
+    layers.append((key, value, f"environment {_env_name(key)}") for key, value in _read_environment(keys))
+    layers.append((key, value, f"flag {flag}") for key, (flag, value) in (flags or {}).items())
+    for layer in layers:
+        for key, value, origin in layer:
+            if key not in origins:
+                raise ConfigError(unknown_setting(key, keys, origin.removeprefix("flag ")), param=key)
+            values[key] = value
+            origins[key] = origin
+    try:
+        config = Config(**_nest(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e, origins) for e in error.errors())) from None
+    if config.cache.kv_tokens is not None and config.cache.kv_bytes is not None:
+        where = " and ".join(f"{key} ({origins[key]})" for key in ("cache.kv_tokens", "cache.kv_bytes"))
+        raise ConfigError(f"{where} are both set: give one", param="cache.kv_bytes")
+    return config, origins
+
+
+def unknown_setting(key: str, keys: list[str], where: str) -> str:
+    """One sentence that names the valid setting (or section) nearest to `key`."""
+    nearest = difflib.get_close_matches(key, [*keys, *_sections(keys)], n=1, cutoff=0.0)
+    # A right name in the wrong section is nearer than any spelling.
+    same_name = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    return f"{where}: there is no setting {key!r}; the nearest is {(same_name or nearest)[0]!r}"
+
+
+def to_yaml(config: Config, origins: Origins) -> str:
+    """The effective configuration as YAML, each line with its origin in a comment. Passwords in URLs are shown as ***."""
+    rows: list[tuple[str, str]] = []
+
+    def walk(tree: Mapping[str, Any], prefix: str, depth: int) -> None:
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            if key in origins:
+                shown = _PASSWORD.sub(r"\1***@", value) if isinstance(value, str) else value
+                text = yaml.safe_dump({name: shown}, default_flow_style=True, width=10_000).strip()[1:-1]
+                rows.append(("  " * depth + text, origins[key]))
+            else:
+                rows.append(("  " * depth + f"{name}:", ""))
+                walk(value, f"{key}.", depth + 1)
+
+    walk(config.model_dump(mode="json"), "", 0)
+    width = max(len(text) for text, _ in rows)
+    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows) + "\n"
+
+
+def _sections(keys: list[str]) -> list[str]:
+    """`engine`, `engine.max_output_tokens`, …: what settings are grouped under."""
+    return sorted({key[:i] for key in keys for i in range(len(key)) if key[i] == "."})
+
+
+def _env_name(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def _read_yaml(file: Path, keys: list[str]) -> Iterator[tuple[str, Any]]:
+    try:
+        tree = yaml.safe_load(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the configuration file {file} does not exist") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{file} is not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if tree is None:
+        return
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds a {type(tree).__name__}, expected sections such as `server:`")
+    sections = _sections(keys)
+
+    def walk(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if key not in sections:
+                yield key, value
+            elif isinstance(value, dict):
+                yield from walk(value, f"{key}.")
+            elif value is not None:
+                raise ConfigError(f"{file}: {key} is a section of settings, got {value!r}", param=key)
+
+    yield from walk(tree, "")
+
+
+def _read_environment(keys: list[str]) -> Iterator[tuple[str, Any]]:
+    known = {_env_name(key) for key in keys}
+    for name in sorted(os.environ):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            nearest = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"environment: {name} is no setting; the nearest is {nearest}")
+    try:
+        tree = EnvSettingsSource(Config)()
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}") from None
+    for key in keys:
+        node: Any = tree
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None:
+            yield key, node
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def _explain(error: Any, origins: Origins) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    key = next((k for k in origins if path == k or path.startswith(f"{k}.")), path)
+    message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if error["type"].startswith(("greater_than", "less_than")):
+        extra = next((info.json_schema_extra for k, info in fields() if k == key), None)
+        unit = extra.get("unit") if isinstance(extra, dict) else None
+        message += f" {unit}" if unit else ""
+    return f"{key} ({origins.get(key, 'configuration')}): {message[0].lower()}{message[1:]}, got {error['input']!r}"

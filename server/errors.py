@@ -1,0 +1,112 @@
+"""How errors leave the server: one OpenAI-shaped envelope, a status and, where a retry helps, `Retry-After`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import orjson
+
+from forebay.engine.types import QueueFullError, UnavailableError
+from forebay.model.errors import ForebayError, RequestError
+
+State = Literal["loading", "ready", "draining", "dead"]
+Headers = list[tuple[bytes, bytes]]
+
+MAX_RETRY_AFTER_S = 30
+_INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
+
+# State of the engine -> error code and seconds after which a retry makes sense.
+_UNAVAILABLE: dict[str, tuple[str, int]] = {"loading": ("model_loading", 5), "draining": ("draining", 1), "dead": ("engine_unavailable", 2)}
+
+
+class HttpError(ForebayError):
+    """A refusal that the server itself decides on, with its status and extra headers."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Headers | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+        self.headers: Headers = headers or []
+        self.retry_after = retry_after
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its whole answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error ready to be sent."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None
+    code: str
+    headers: Headers = field(default_factory=list)
+    expected: bool = True  # False: a fault of ours, worth a traceback in the log
+
+    @property
+    def error(self) -> dict[str, str | None]:
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+    def body(self) -> bytes:
+        return orjson.dumps({"error": self.error})
+
+    def event(self) -> bytes:
+        """The error as the last data event of a stream that has already started (spec/http-api.md §2.4)."""
+        return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
+
+
+def unavailable(state: str, reason: str) -> HttpError:
+    """503 for an engine that is loading, draining or dead; `reason` tells the progress or the cause."""
+    code, retry_after = _UNAVAILABLE.get(state, _UNAVAILABLE["dead"])
+    text = {"loading": "The model is still loading", "draining": "The server is shutting down"}.get(state, "The engine has stopped")
+    headers = [(b"connection", b"close")] if state == "draining" else []
+    return HttpError(503, f"{text}: {reason}" if reason else f"{text}.", code=code, headers=headers, retry_after=retry_after)
+
+
+def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
+    """Turn any exception into what the client may know about it.
+
+    Faults of ours (status 500) are told generically with the request id; everything else keeps its own sentence.
+    """
+    if isinstance(error, UnavailableError):
+        error = unavailable(state if state in _UNAVAILABLE else "dead", error.message)
+    if not isinstance(error, ForebayError) or error.status == 500:
+        message = f"The server failed while it ran this request; its log has the cause under request id {request_id}."
+        return Failure(500, message, "server_error", None, "internal_error", expected=False)
+    headers: Headers = []
+    retry_after: float | None = None
+    if isinstance(error, HttpError):
+        headers, retry_after = list(error.headers), error.retry_after
+    elif isinstance(error, QueueFullError):
+        retry_after = error.retry_after
+    elif error.status == 503:
+        retry_after = 2
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % min(max(math.ceil(retry_after), 1), MAX_RETRY_AFTER_S)))
+    code = error.code or ("invalid_value" if isinstance(error, RequestError) else error.kind)
+    return Failure(error.status, error.message, _openai_type(error.status), field_path(error.param), code, headers)
+
+
+def field_path(param: str | None) -> str | None:
+    """`messages.3.content` -> `messages[3].content`, the spelling OpenAI clients know."""
+    return None if param is None else _INDEX.sub(r"[\1]", param)
+
+
+def _openai_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

@@ -1,0 +1,149 @@
+"""One HTTP request and its answer over raw ASGI: reading the body within limits, answering once, noticing that the client left."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+import orjson
+
+from forebay.server.body import check_encoding, too_large
+from forebay.server.errors import ClientGoneError, Failure, Headers, HttpError
+from forebay.server.limits import ServerOptions
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+CLIENT_GONE = 499  # never sent; what the log and the metrics say when the client left first
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_DISCARD_S = 2.0
+
+
+class Exchange:
+    """One request. `route` and `notes` are for the access log; `status` is 0 until an answer was started."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
+        self.headers: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            self.headers.setdefault(name, value)
+        self.receive = receive
+        self.send = send
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.began = time.monotonic()
+        self.route = "other"
+        self.quiet = False  # successes are logged at debug level
+        self.status = 0
+        self.admitted = False  # the engine has it
+        self.notes: dict[str, Any] = {}
+        self.extra_headers: Headers = []  # sent with every answer of this request
+        self._body_read = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send status and headers. `x-request-id` is added here."""
+        self.status = status
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"x-request-id", self.request_id.encode()), *self.extra_headers, *headers],
+            }
+        )
+
+    async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """The whole answer. The body is JSON unless `headers` name another content type."""
+        headers = headers or []
+        if not any(name == b"content-type" for name, _ in headers):
+            headers = [JSON, *headers]
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def reply_json(self, status: int, value: Any, headers: Headers | None = None) -> None:
+        await self.reply(status, orjson.dumps(value), headers)
+
+    async def refuse(self, failure: Failure, options: ServerOptions) -> None:
+        """Answer with an error. Up to `discard_body` of a body under way is dropped first, so that the client does not see a reset."""
+        headers = list(failure.headers)
+        waits_for_leave = b"expect" in self.headers  # reading would ask it to send the body that we refuse
+        whole = self._body_read or (not waits_for_leave and await self._discard(options.discard_body))
+        if not whole and (b"connection", b"close") not in headers:
+            headers.append((b"connection", b"close"))
+        await self.reply(failure.status, failure.body(), headers)
+
+    async def read_body(self, options: ServerOptions) -> bytes:
+        """The body as sent (still content-encoded).
+
+        Raises HttpError 413 (too large), 415 (unknown Content-Encoding), 408 (paused or trickling); ClientGoneError.
+        """
+        check_encoding(self.headers.get(b"content-encoding", b"").decode("latin-1"))
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > options.max_body:
+            raise too_large(options.max_body)
+        loop = asyncio.get_running_loop()
+        began, size, pieces = loop.time(), 0, []
+        while True:
+            floor = began + options.body_timeout_s + size / options.body_floor
+            try:
+                async with asyncio.timeout_at(min(floor, loop.time() + options.body_timeout_s)):
+                    message = await self.receive()
+            except TimeoutError:
+                text = f"The request body did not arrive in time: {size} bytes in {loop.time() - began:.0f} s."
+                raise HttpError(408, text, code="request_timeout", headers=[(b"connection", b"close")]) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > options.max_body:
+                raise too_large(options.max_body)
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                self._body_read = True
+                return b"".join(pieces)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; cancel it and raise ClientGoneError as soon as the client closes the connection. For use once the body was read."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGoneError
+            await task
+        finally:
+            gone.cancel()
+            if not task.done():
+                task.cancel()
+                # Wait for the clean-up: it is what frees the request's place in the engine.
+                await asyncio.wait((task,))
+            if not task.cancelled():
+                task.exception()  # seen; raised above unless the client is gone
+
+    async def _gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def _discard(self, limit: int) -> bool:
+        """Read and drop the rest of the body. True if it ended within `limit` bytes and a moment."""
+        try:
+            async with asyncio.timeout(_DISCARD_S):
+                while limit > 0:
+                    message = await self.receive()
+                    limit -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        self._body_read = True
+                        return True
+        except TimeoutError:
+            pass
+        return False

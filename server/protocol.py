@@ -1,0 +1,378 @@
+"""What a chat-completions body may contain: types, ranges, and what is honoured, named as ignored, or refused.
+
+Messages, tools, response format and reasoning controls are the chat encoding's business (model/chat.py); this checks everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from forebay.engine.types import MAX_LOGPROBS, PrefillMode, SamplingParams
+from forebay.model.errors import RequestError
+from forebay.model.tokenizer import Tokenizer
+from forebay.server.body import json_type
+from forebay.server.limits import ServerOptions
+
+# Known fields of OpenAI and of other servers that change nothing here; a response header names those that were sent.
+IGNORED = frozenset(
+    {
+        "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
+        "verbosity", "prediction", "web_search_options", "moderation", "user", "user_id", "session_id", "skip_special_tokens",
+        "spaces_between_special_tokens", "stream_reasoning", "stream_interval", "thinking_token_budget", "kv_transfer_params",
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "vllm_xargs", "lora_path", "data_parallel_rank", "return_hidden_states",
+        "input_ids", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
+    }
+)
+
+# Fields whose silent loss would change the meaning of the answer.
+UNSUPPORTED = frozenset(
+    {
+        "audio", "chat_template", "truncate_prompt_tokens", "echo", "bad_words", "prompt_logprobs", "structured_outputs", "guided_json",
+        "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "grammar", "json_schema", "best_of", "use_beam_search",
+    }
+)
+
+# Read by the chat encoding from the body itself.
+ENCODED = frozenset(
+    {
+        "messages", "tools", "tool_choice", "functions", "function_call", "response_format", "reasoning_effort", "thinking",
+        "enable_thinking", "reasoning", "drop_thinking", "continue_final_message", "task", "chat_template_kwargs", "output_config",
+    }
+)
+
+MAX_NAMED = 20
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ForebayOptions(_Body):
+    """`explain` asks for the `forebay` object in the answer; `prefill` overrides the server's prefill mode."""
+
+    explain: bool | None = None
+    prefill: Literal["bounded", "exact"] | None = None
+
+
+class ChatRequest(_Body):
+    """The fields of POST /v1/chat/completions that this server reads itself. None means absent."""
+
+    model: str | None = None
+    messages: Annotated[list[Any], Field(min_length=1)]
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
+    n: Annotated[Int, Field(ge=1)] | None = None
+    best_of: Annotated[Int, Field(ge=1)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)] | None = None
+    stop_token_ids: list[Int] | None = None
+    allowed_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    user: str | None = None
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    priority: Annotated[Int, Field(ge=-100, le=100)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    request_id: Annotated[str, Field(max_length=128)] | None = None
+    rid: Annotated[str, Field(max_length=128)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    forebay: ForebayOptions | None = None
+
+
+KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A validated request. `body` is what the chat encoding reads: the request without its null fields."""
+
+    fields: ChatRequest
+    body: dict[str, Any]
+    ignored: tuple[str, ...]  # names for the response header
+    unknown: tuple[str, ...]  # names that no server knows, for the metrics
+    logit_bias: Mapping[int, float]
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
+
+    @property
+    def explain(self) -> bool:
+        return self.fields.forebay is not None and bool(self.fields.forebay.explain)
+
+    @property
+    def prefill(self) -> PrefillMode | None:
+        return self.fields.forebay.prefill if self.fields.forebay else None
+
+    @property
+    def choices(self) -> int:
+        return self.fields.n or 1
+
+    @property
+    def salt(self) -> str:
+        return self.fields.cache_salt or self.fields.extra_key or ""
+
+    @property
+    def shows_reasoning(self) -> bool:
+        reasoning = self.body.get("reasoning")
+        excluded = isinstance(reasoning, dict) and reasoning.get("exclude") is True
+        return self.fields.include_reasoning is not False and not excluded
+
+    @property
+    def asked_output(self) -> int | None:
+        """The output limit that the request states."""
+        return self.fields.max_completion_tokens if self.fields.max_completion_tokens is not None else self.fields.max_tokens
+
+    def sampling(self, choice: int, *, thinking: bool, effort: int | None, room: int, options: ServerOptions) -> SamplingParams:
+        """Sampling of choice number `choice` when `room` tokens are left in the context; the output limit is lowered to what fits."""
+        f = self.fields
+        limit = self.asked_output or options.default_output(thinking=thinking, effort=effort)
+        limit = min(limit, options.max_output, room)
+        seed = None if f.seed is None else (f.seed + choice + 2**63) % 2**64 - 2**63
+        return SamplingParams(
+            temperature=_or(f.temperature, 1.0),
+            top_p=_or(f.top_p, 0.95 if thinking else 1.0),
+            top_k=max(f.top_k or 0, 0),
+            min_p=_or(f.min_p, 0.0),
+            frequency_penalty=_or(f.frequency_penalty, 0.0),
+            presence_penalty=_or(f.presence_penalty, 0.0),
+            repetition_penalty=_or(f.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias,
+            allowed_token_ids=None if f.allowed_token_ids is None else tuple(f.allowed_token_ids),
+            seed=seed,
+            max_tokens=limit,
+            min_tokens=min(f.min_tokens or 0, limit),
+            stop=tuple(f.stop or ()),
+            stop_token_ids=tuple(f.stop_token_ids or ()),
+            include_stop=bool(f.include_stop_str_in_output or f.no_stop_trim),
+            ignore_eos=bool(f.ignore_eos),
+            logprobs=(f.top_logprobs or 0) if f.logprobs else None,
+        )
+
+
+def parse_chat(body: dict[str, Any], options: ServerOptions, tokenizer: Tokenizer) -> ChatCall:
+    """Validate a request body. Cheap checks of sizes come first, so that a request with too many items costs little.
+
+    Raises RequestError naming the field and the limit.
+    """
+    body = {name: value for name, value in body.items() if value is not None}
+    _check_sizes(body, options)
+    try:
+        fields = ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
+    _refuse_unsupported(body, fields)
+    _check_together(fields, options)
+    check_token_ids("stop_token_ids", fields.stop_token_ids or (), tokenizer)
+    check_token_ids("allowed_token_ids", fields.allowed_token_ids or (), tokenizer)
+    bias = _logit_bias(fields.logit_bias or {}, tokenizer)
+    unknown = tuple(name for name in body if name not in KNOWN)
+    return ChatCall(fields, body, _ignored_names(body, fields, unknown), unknown, bias)
+
+
+def check_token_ids(field: str, ids: Any, tokenizer: Tokenizer) -> None:
+    """Refuse ids that the model has no row for, and the image placeholder, which stands for rows that text cannot produce."""
+    for i, token_id in enumerate(ids):
+        _check_token_id(f"{field}[{i}]", token_id, tokenizer)
+
+
+def _check_token_id(path: str, token_id: int, tokenizer: Tokenizer) -> None:
+    if not 0 <= token_id < tokenizer.vocab_size:
+        raise _invalid(path, f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {_short(token_id)}")
+    if token_id == tokenizer.image_id:
+        raise _invalid(path, f"token id {token_id} is the placeholder of images")
+
+
+def _logit_bias(given: Mapping[str, float], tokenizer: Tokenizer) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise _invalid(f"logit_bias.{_short(key)}", "keys are token ids in decimal digits")
+        _check_token_id(f"logit_bias.{key}", int(key), tokenizer)
+        bias[int(key)] = value
+    return bias
+
+
+def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
+    limits = {
+        "messages": options.max_messages,
+        "tools": options.max_tools,
+        "functions": options.max_tools,
+        "stop": options.max_stops,
+        "logit_bias": options.max_bias,
+        "stop_token_ids": options.max_token_ids,
+        "allowed_token_ids": options.max_token_ids,
+        "modalities": 16,
+    }
+    for name, limit in limits.items():
+        value = body.get(name)
+        if isinstance(value, (list, dict)) and len(value) > limit:
+            raise _bad(name, f"Invalid '{name}': expected at most {limit} items, got {len(value)}.", "array_above_max_length")
+    stops = _one_or_many(body.get("stop"))
+    for i, stop in enumerate(stops if isinstance(stops, list) else ()):
+        if isinstance(stop, str) and len(stop) > options.max_stop_length:
+            text = f"Invalid 'stop[{i}]': expected at most {options.max_stop_length} characters, got {len(stop)}."
+            raise _bad(f"stop[{i}]", text, "string_above_max_length")
+
+
+def _refuse_unsupported(body: dict[str, Any], fields: ChatRequest) -> None:
+    for name in sorted(UNSUPPORTED & body.keys()):
+        off = body[name] is False or body[name] in ("", [], {})
+        if not off and not (name == "best_of" and fields.best_of in (1, fields.n)):
+            raise _unsupported(name, "the answer would not be what it asks for")
+    if "audio" in (fields.modalities or ()):
+        raise _bad("modalities", "Unsupported value: 'modalities' may only contain \"text\".", "unsupported_value")
+    if fields.separate_reasoning is False:
+        raise _unsupported("separate_reasoning", "reasoning always has its own field")
+    if fields.add_generation_prompt is False and not fields.continue_final_message:
+        raise _unsupported("add_generation_prompt", "false only makes sense together with 'continue_final_message'")
+    response_format = body.get("response_format")
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind in ("regex", "grammar", "structural_tag"):
+        text = f"Unsupported value: 'response_format.type' {kind!r} is not offered. Use text, json_object or json_schema."
+        raise _bad("response_format.type", text, "unsupported_value")
+
+
+def _check_together(fields: ChatRequest, options: ServerOptions) -> None:
+    if fields.n is not None and fields.n > options.max_choices:
+        text = f"Invalid 'n': expected a value from 1 to {options.max_choices}, got {_short(fields.n)}."
+        raise _bad("n", text, "integer_above_max_value")
+    if fields.stream_options is not None and not fields.stream:
+        text = "The 'stream_options' parameter is only allowed when 'stream' is true."
+        raise _bad("stream_options", text, "invalid_value")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise _invalid("top_logprobs", "it requires 'logprobs' to be true")
+    asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    if fields.min_tokens is not None and asked is not None and fields.min_tokens > asked:
+        raise _invalid("min_tokens", f"expected at most the output limit of {asked} tokens, got {fields.min_tokens}")
+
+
+def _ignored_names(body: dict[str, Any], fields: ChatRequest, unknown: tuple[str, ...]) -> tuple[str, ...]:
+    names = [name for name in body if name in IGNORED]
+    if fields.stream_options is not None:
+        given = fields.stream_options.model_dump(exclude={"include_usage"})
+        names += [f"stream_options.{name}" for name, value in given.items() if value]
+    schema = body["response_format"].get("json_schema") if isinstance(body.get("response_format"), dict) else None
+    if isinstance(schema, dict) and schema.get("strict"):
+        names.append("response_format.json_schema.strict")  # the schema is told to the model, nothing enforces it
+    # An unknown name is the client's own text: only what is safe in a header and useful to a reader.
+    names += [name for name in unknown if 0 < len(name) <= 64 and _NAME_CHARACTERS.issuperset(name)]
+    return tuple(names[:MAX_NAMED])
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _bad(path: str, message: str, code: str) -> RequestError:
+    return RequestError(message, param=path, code=code)
+
+
+def _invalid(path: str, rule: str) -> RequestError:
+    return _bad(path, f"Invalid '{path}': {rule}.", "invalid_value")
+
+
+def _unsupported(name: str, why: str) -> RequestError:
+    return _bad(name, f"Unsupported parameter: '{name}' is not offered by this server ({why}).", "unsupported_parameter")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 48 else f"{text[:44]}…{text[-1] if isinstance(value, str) else ''}"
+
+
+_EXPECTED = {
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+
+
+_BOUND = {"greater_than_equal": "of at least", "greater_than": "above", "less_than_equal": "of at most", "less_than": "below"}
+
+
+def _refusal(error: ErrorDetails) -> RequestError:
+    """One pydantic error as one sentence with the field's path, its rule and what was sent."""
+    kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)[1:]
+    if kind == "missing":
+        return _bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
+    if kind in _EXPECTED:
+        text = f"Invalid type for '{path}': expected {_EXPECTED[kind]}, but got {json_type(value)} instead."
+        return _bad(path, text, "invalid_type")
+    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
+        bound = next(iter(context.values()))
+        code = f"{'decimal' if isinstance(bound, float) else 'integer'}_{'below_min' if kind.startswith('greater') else 'above_max'}_value"
+        limit = f"{_BOUND[kind]} {bound:g}" if isinstance(bound, float) else f"{_BOUND[kind]} {bound}"
+        return _bad(path, f"Invalid '{path}': expected a value {limit}, got {_short(value)}.", code)
+    if kind == "finite_number":
+        return _bad(path, f"Invalid '{path}': expected a finite number, got {_short(value)}.", "invalid_value")
+    if kind == "too_short":
+        return _bad(path, f"Invalid '{path}': empty array. Expected at least one item.", "empty_array")
+    if kind == "string_too_short":
+        return _bad(path, f"Invalid '{path}': empty string. Expected at least one character.", "empty_string")
+    if kind == "string_too_long":
+        text = f"Invalid '{path}': expected at most {context['max_length']} characters, got {len(value)}."
+        return _bad(path, text, "string_above_max_length")
+    if kind == "string_pattern_mismatch":
+        return _bad(path, f"Invalid '{path}': '@', '/', '\\' and NUL are not allowed, got {_short(value)}.", "invalid_value")
+    if kind == "literal_error":
+        return _bad(path, f"Invalid value for '{path}': expected {context['expected']}, got {_short(value)}.", "invalid_value")
+    return _bad(path, f"Invalid '{path}': {error['msg']}.", "invalid_value")

@@ -1,0 +1,80 @@
+"""A server-sent event stream over raw ASGI: the status is sent late, silence is broken by comments, errors end it honestly."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from forebay.server.errors import Failure, Headers
+from forebay.server.exchange import Exchange
+
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """Async context manager. Nothing is sent before the first `write` or keep-alive comment, so failures until then get a real status.
+
+    Args:
+        keepalive_s: seconds of silence after which a comment is sent; 0 is off.
+        headers: read when the answer starts, so entries added before that are sent.
+    """
+
+    def __init__(self, exchange: Exchange, *, keepalive_s: float, headers: Headers) -> None:
+        self._exchange = exchange
+        self._send = exchange.send
+        self._interval = keepalive_s
+        self._headers = headers
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._starting = asyncio.Lock()
+        self._beat: asyncio.Task[None] | None = None
+        self.committed = False
+
+    async def __aenter__(self) -> EventStream:
+        if self._interval > 0:
+            self._beat = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+
+    async def write(self, data: bytes) -> None:
+        """Send whole events, in one write."""
+        if not self.committed:
+            await self._commit()
+        self._last = self._loop.time()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close(self, data: bytes) -> None:
+        """Send the last events and end the answer."""
+        if self._beat is not None:
+            self._beat.cancel()
+        if not self.committed:
+            await self._commit()
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail(self, failure: Failure) -> None:
+        """End a stream that has started with an error event: never with a finish reason, never in silence."""
+        await self.close(failure.event())
+
+    async def _commit(self) -> None:
+        # The lock keeps a keep-alive and the first token from both sending the status.
+        async with self._starting:
+            if not self.committed:
+                await self._exchange.start(200, [*STREAM_HEADERS, *self._headers])
+                self.committed = True
+
+    async def _keep_alive(self) -> None:
+        while True:
+            wait = self._last + self._interval - self._loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            else:
+                await self.write(KEEP_ALIVE)

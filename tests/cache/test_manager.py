@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from forebay.cache.blocks import CacheBookkeepingError
+from forebay.cache.manager import CacheManager, SequenceCache
+from forebay.cache.prefix import ImageSpan
+
+MakeManager = Callable[..., CacheManager]
+
+W = 8  # window and block of the tiny layout
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return [start + i for i in range(n)]
+
+
+def run(manager: CacheManager, tokens: Sequence[int], salt: str = "") -> int:
+    """A whole request; returns how many tokens it took from the cache."""
+    seq = manager.sequence(salt)
+    plan = manager.open(seq, tokens)
+    assert plan is not None
+    manager.commit(seq, tokens, len(tokens))
+    manager.release(seq)
+    return plan.resume
+
+
+def opened(manager: CacheManager, tokens: Sequence[int]) -> SequenceCache:
+    seq = manager.sequence()
+    assert manager.open(seq, tokens) is not None
+    return seq
+
+
+def test_open_takes_the_whole_prompt_and_one_block(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=16, windows=2)
+    seq = opened(manager, prompt(3 * W + 1))
+    assert len(seq.table) == 5
+    assert seq.slot != 0
+    assert manager.stats().used == 5
+    assert manager.stats().windows_used == 1
+    manager.check([seq])
+    manager.release(seq)
+    assert manager.stats().free == 16
+    assert (seq.table, seq.slot, seq.is_open) == ([], 0, False)
+
+
+def test_second_run_resumes_from_whole_blocks(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(5 * W + 3)
+    assert run(manager, tokens) == 0
+    seq = manager.sequence()
+    plan = manager.open(seq, [*tokens[: 4 * W], *prompt(2 * W, 500)])
+    assert plan is not None
+    assert (plan.resume, plan.start, plan.window_from, plan.write_from) == (4 * W, 3 * W, 3 * W, 4 * W)
+    assert manager.writable_from(seq) == 4 * W
+    stats = manager.stats()
+    assert (stats.hits, stats.misses) == (4, 5 + 1)
+    assert (stats.free, stats.used, stats.cached) == (16 - 7 - 1, 7, 1)
+    manager.check([seq])
+
+
+@pytest.mark.case("B023")
+@pytest.mark.parametrize(("blocks", "resume"), [(1, 0), (2, 0), (3, 2 * W), (4, 3 * W)])
+def test_a_fully_cached_prompt_still_computes(make_manager: MakeManager, blocks: int, resume: int) -> None:
+    manager = make_manager()
+    tokens = prompt(blocks * W)
+    assert run(manager, [*tokens, *prompt(9, 900)]) == 0
+    for _ in range(3):
+        assert run(manager, tokens) == resume < len(tokens)
+
+
+def test_a_hit_of_one_window_is_not_adopted(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    run(manager, prompt(3 * W))
+    seq = opened(manager, [*prompt(W), *prompt(2 * W, 700)])
+    assert seq.plan is not None
+    assert seq.plan.resume == 0
+    assert manager.writable_from(seq) == 0
+    assert not set(seq.table) & set(manager.index.match(manager_keys(manager, prompt(3 * W))))
+    assert (manager.stats().hits, manager.stats().misses) == (0, 2 + 2)
+    # Its own first block stays private, the rest continues the cached chain.
+    assert manager.commit(seq, [*prompt(W), *prompt(2 * W, 700)], 3 * W) == seq.table[1:3]
+    manager.check([seq])
+
+
+def manager_keys(manager: CacheManager, tokens: Sequence[int]) -> list[bytes]:
+    seq = manager.sequence()
+    seq.chain.extend(tokens)
+    return seq.chain.keys
+
+
+def test_tenants_models_and_pictures_never_share(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=64)
+    tokens = prompt(4 * W)
+    assert run(manager, tokens, "a") == 0
+    assert run(manager, tokens, "b") == 0
+    assert run(manager, tokens, "a") == 3 * W
+    picture = manager.sequence("a", images=(ImageSpan(2 * W, 2 * W + 3, bytes(32)),))
+    plan = manager.open(picture, tokens)
+    assert plan is not None
+    assert plan.resume == 2 * W
+
+
+def test_reuse_can_be_off_for_the_server_or_one_request(make_manager: MakeManager) -> None:
+    off = make_manager(prefix_reuse=False)
+    assert [run(off, prompt(4 * W)) for _ in range(2)] == [0, 0]
+    assert off.stats().cached == 0
+    on = make_manager()
+    run(on, prompt(4 * W))
+    seq = on.sequence()
+    plan = on.open(seq, prompt(4 * W), reuse=False)
+    assert plan is not None
+    assert plan.resume == 0
+    on.check([seq])
+
+
+def test_commit_moves_the_write_floor_block_by_block(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(3 * W)
+    seq = opened(manager, tokens)
+    floors = []
+    for upto in (1, W - 1, W, W + 1, 3 * W - 1, 3 * W):
+        manager.commit(seq, tokens, upto)
+        floors.append(manager.writable_from(seq))
+        assert len(manager.index) * W == floors[-1]
+    assert floors == [0, 0, W, W, 2 * W, 3 * W]
+    with pytest.raises(CacheBookkeepingError, match="exceeds"):
+        manager.commit(seq, tokens, 3 * W + 1)
+    with pytest.raises(CacheBookkeepingError, match="exceeds"):
+        manager.commit(seq, prompt(9 * W), 9 * W)
+
+
+def test_ensure_grows_or_changes_nothing(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=6)
+    seq = opened(manager, prompt(2 * W))  # 3 blocks
+    assert manager.ensure(seq, 3 * W)
+    assert len(seq.table) == 3
+    assert manager.ensure(seq, 3 * W + 1)
+    assert len(seq.table) == 4
+    before = list(seq.table)
+    assert not manager.ensure(seq, 7 * W)
+    assert seq.table == before
+    assert manager.available_blocks() == 2
+    assert manager.ensure(seq, 6 * W)
+    assert manager.available_blocks() == 0
+    manager.check([seq])
+
+
+def test_growth_evicts_cached_blocks_only_as_needed(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=8)
+    old = prompt(4 * W)
+    run(manager, old)
+    seq = opened(manager, prompt(3 * W, 300))
+    assert manager.stats().cached == 4
+    assert manager.ensure(seq, 5 * W)
+    stats = manager.stats()
+    assert (stats.cached, stats.evictions, stats.free) == (3, 1, 0)
+    assert len(manager.index.match(manager_keys(manager, old))) == 3
+
+
+def test_preempted_sequence_resumes_from_its_own_blocks(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(2 * W + 3)
+    seq = opened(manager, tokens)
+    tokens += prompt(2 * W, 600)
+    assert manager.ensure(seq, len(tokens))
+    manager.commit(seq, tokens, len(tokens))
+    held = list(seq.table)
+    manager.release(seq)
+    plan = manager.open(seq, tokens)
+    assert plan is not None
+    assert plan.resume == 4 * W
+    assert seq.table[:4] == held[:4]
+    manager.check([seq])
+
+
+def test_identical_sequences_side_by_side_keep_their_own_blocks(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=20)
+    tokens = prompt(4 * W)
+    one, two = opened(manager, tokens), opened(manager, tokens)
+    tables = list(one.table), list(two.table)
+    assert manager.commit(one, tokens, 2 * W) == one.table[:2]
+    assert manager.commit(two, tokens, 4 * W) == two.table[2:4]
+    assert manager.commit(one, tokens, 4 * W) == []
+    assert (one.table, two.table) == tables
+    manager.check([one, two])
+    manager.release(one)
+    manager.check([two])
+    manager.release(two)
+    manager.check([])
+    assert manager.stats().cached == 4
+    assert run(manager, tokens) == 3 * W
+
+
+def test_a_twin_renews_the_cached_copy_when_it_ends(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=20)
+    tokens, other = prompt(4 * W), prompt(3 * W, 700)
+    one, two = opened(manager, tokens), opened(manager, tokens)
+    manager.commit(one, tokens, 4 * W)
+    manager.commit(two, tokens, 4 * W)
+    manager.release(one)
+    run(manager, other)
+    manager.release(two)
+    manager.index.evict(3)
+    assert len(manager.index.match(manager_keys(manager, tokens))) == 4
+    assert manager.index.match(manager_keys(manager, other)) == []
+
+
+def test_a_private_twin_is_cached_after_the_first_copy_was_evicted(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=8)
+    tokens = prompt(4 * W)
+    one, two = opened(manager, tokens[: 2 * W]), opened(manager, tokens[: 2 * W])
+    manager.commit(one, tokens, W)
+    manager.commit(two, tokens, W)  # stays private
+    manager.release(one)
+    assert manager.ensure(two, 8 * W)  # needs every block, so the cached first copy goes
+    assert len(manager.index) == 0
+    assert manager.commit(two, tokens, 2 * W) == two.table[:2]
+    manager.check([two])
+
+
+@pytest.mark.case("B041")
+def test_no_hold_and_wait(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=64)
+    prompts = [prompt(40 * W, start) for start in (0, 1000)]
+    for tokens in prompts:
+        run(manager, tokens[: 28 * W])
+    assert manager.stats().cached == 56
+    one, two = manager.sequence(), manager.sequence()
+    first = manager.open(one, prompts[0])
+    assert first is not None
+    assert first.resume == 28 * W
+    assert len(one.table) == 41
+    before = manager.stats()
+    assert manager.open(two, prompts[1]) is None
+    assert manager.stats() == before  # the waiting one holds nothing and took nothing
+    assert (two.table, two.slot) == ([], 0)
+    manager.check([one])
+    manager.commit(one, prompts[0], 40 * W)
+    manager.release(one)
+    second = manager.open(two, prompts[1])
+    assert second is not None
+    assert second.resume == 23 * W  # what the first one's eviction left: the head
+    manager.check([two])
+
+
+def test_the_hit_itself_is_not_promised_as_room(make_manager: MakeManager) -> None:
+    """6 blocks are cached and idle and 2 free; a prompt that adopts the 6 and needs 3 more must wait, though 8 look available."""
+    manager = make_manager(blocks=10)
+    tokens = prompt(8 * W)
+    run(manager, tokens[: 6 * W])
+    other = opened(manager, prompt(W, 800))
+    assert manager.available_blocks() == 8
+    assert manager.open(manager.sequence(), tokens) is None
+    manager.check([other])
+    manager.release(other)
+    assert manager.open(manager.sequence(), tokens) is not None
+
+
+@pytest.mark.case("B043")
+def test_what_never_fits_is_known_at_once(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=8)
+    assert manager.capacity_tokens == 8 * W
+    assert manager.never_fits(8 * W + 1)
+    assert not manager.never_fits(8 * W)
+    assert manager.open(manager.sequence(), prompt(8 * W + 1)) is None
+    # A prompt that fills the pool alone is admitted, also when it is cached in part or the pool is full of other prefixes.
+    for start in (0, 0, 400):
+        seq = opened(manager, prompt(8 * W, start))
+        assert len(seq.table) == 8
+        manager.commit(seq, prompt(8 * W, start), 8 * W)
+        manager.check([seq])
+        manager.release(seq)
+
+
+@pytest.mark.case("B044")
+def test_scarce_windows_make_requests_wait_and_evict_nothing(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=100, windows=2)
+    run(manager, prompt(90 * W))
+    held = [opened(manager, prompt(90 * W)), opened(manager, prompt(80 * W))]
+    before = manager.stats()
+    assert manager.open(manager.sequence(), prompt(2 * W, 5000)) is None
+    assert manager.stats() == before
+    assert before.evictions == 0
+    freed = held[0].slot
+    manager.release(held.pop(0))
+    held.append(opened(manager, prompt(2 * W, 5000)))
+    assert held[-1].slot == freed
+    manager.check(held)
+
+
+@pytest.mark.case("B044")
+def test_whatever_is_reported_available_can_be_had(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=30, windows=6)
+    for start in (0, 200, 400):
+        run(manager, prompt(6 * W, start))
+    held = [opened(manager, [*prompt(3 * W), 7777]), opened(manager, [*prompt(4 * W, 200), 8888])]
+    seq = opened(manager, [9999])
+    room = manager.available_blocks()
+    assert not manager.ensure(seq, (len(seq.table) + room + 1) * W)
+    assert manager.ensure(seq, (len(seq.table) + room) * W)
+    assert manager.available_blocks() == 0
+    manager.check([*held, seq])
+
+
+@pytest.mark.case("B020")
+def test_a_long_prefix_survives_short_traffic(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=200)
+    long = prompt(180 * W)
+    run(manager, long)
+    for i in range(20):
+        run(manager, prompt(W + 5, 10_000 + 100 * i))
+    assert run(manager, long) >= 0.9 * len(long)
+
+
+@pytest.mark.case("B001")
+def test_recycled_slots_do_not_shorten_a_prefix(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=32, windows=2)
+    tokens = prompt(5 * W)
+    run(manager, tokens)
+    for _ in range(3):
+        for i in range(3):
+            run(manager, prompt(W, 2000 + 50 * i))
+        seq = opened(manager, tokens)
+        assert seq.plan is not None
+        # The window is never assumed to be anywhere: a full one is replayed.
+        assert (seq.plan.resume, seq.plan.replayed) == (4 * W, W)
+        manager.release(seq)
+
+
+@pytest.mark.case("B003")
+def test_adopted_blocks_are_below_the_write_floor(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(5 * W + 5)
+    run(manager, tokens)
+    adopted = set(manager.index.match(manager_keys(manager, tokens)))
+    for length in (2 * W + 1, 3 * W, 4 * W - 1, 5 * W + 2):
+        seq = opened(manager, [*tokens[:length], *prompt(W, 3000 + 100 * length)])
+        assert seq.plan is not None
+        assert seq.plan.write_from == manager.writable_from(seq) == length // W * W
+        assert not adopted & set(seq.table[manager.writable_from(seq) // W :])
+        manager.release(seq)
+
+
+def test_release_without_keeping_forgets_only_its_own(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    run(manager, prompt(3 * W))
+    tokens = [*prompt(3 * W), *prompt(2 * W + 1, 600)]
+    seq = opened(manager, tokens)
+    manager.commit(seq, tokens, len(tokens))
+    manager.release(seq)  # preempted once
+    assert manager.open(seq, tokens) is not None
+    manager.commit(seq, tokens, len(tokens))
+    manager.release(seq, keep=False)
+    manager.check([])
+    assert len(manager.index.match(manager_keys(manager, tokens))) == 3
+    manager.release(seq)  # a second release is harmless
+    manager.check([])
+
+
+def test_clear_while_running(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(4 * W)
+    run(manager, tokens)
+    seq = opened(manager, tokens)
+    manager.clear()
+    manager.check([seq])
+    assert manager.stats().indexed == 0
+    manager.commit(seq, tokens, 4 * W)  # its blocks are still right, and become reusable again
+    manager.check([seq])
+    manager.release(seq)
+    assert manager.stats().cached == 4
+
+
+def test_misuse_is_refused(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    seq = opened(manager, prompt(3))
+    with pytest.raises(CacheBookkeepingError, match="open already"):
+        manager.open(seq, prompt(3))
+    with pytest.raises(CacheBookkeepingError, match="at least one token"):
+        manager.open(manager.sequence(), [])
+    manager.release(seq)
+    with pytest.raises(CacheBookkeepingError, match="not open"):
+        manager.ensure(seq, 5)

@@ -1,0 +1,179 @@
+"""The configuration tree: precedence, ranges, unknown names, and where each value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from forebay.model.errors import ConfigError
+from forebay.server.config import Config, Origins, fields, load, to_yaml
+
+
+def loaded(text: str | None, tmp_path: Path, flags: dict[str, tuple[str, Any]] | None = None) -> tuple[Config, Origins]:
+    if text is None:
+        return load(None, flags)
+    file = tmp_path / "forebay.yaml"
+    file.write_text(text)
+    return load(file, flags)
+
+
+def refusal(text: str | None, tmp_path: Path, flags: dict[str, tuple[str, Any]] | None = None) -> str:
+    with pytest.raises(ConfigError) as info:
+        loaded(text, tmp_path, flags)
+    assert "\n" not in info.value.message
+    return info.value.message
+
+
+def test_defaults_of_the_plan() -> None:
+    config, origins = load()
+    assert (config.server.host, config.server.port, config.server.body_limit_bytes) == ("127.0.0.1", 8000, 64 * 1024 * 1024)
+    assert (config.engine.encoder_tokens, config.engine.decoder_tokens, config.engine.max_sequences) == (512, 512, 64)
+    assert config.engine.max_output_tokens.model_dump() == {"thinking": 65_536, "max_effort": 131_072, "plain": 8_192}
+    assert config.engine.default_effort == "high"
+    assert set(origins.values()) == {"default"}
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_ENGINE__AGING_S", "2.5")
+    monkeypatch.setenv("FOREBAY_SERVER__PORT", "9002")
+    text = "server: {port: 9001, host: 0.0.0.0}\nengine: {aging_s: 1.5, threads: 3}"
+    config, origins = loaded(text, tmp_path, {"server.port": ("--port", "9003")})
+    assert (config.server.port, config.engine.aging_s, config.engine.threads, config.engine.max_sequences) == (9003, 2.5, 3, 64)
+    assert origins["server.port"] == "flag --port"
+    assert origins["engine.aging_s"] == "environment FOREBAY_ENGINE__AGING_S"
+    assert origins["engine.threads"] == f"file {tmp_path / 'forebay.yaml'}"
+    assert origins["engine.max_sequences"] == "default"
+
+
+def test_environment_reaches_nested_settings_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_ENGINE__MAX_OUTPUT_TOKENS__PLAIN", "77")
+    monkeypatch.setenv("FOREBAY_MODEL__ALIASES", "deepseek-chat, deepseek-flash")
+    monkeypatch.setenv("FOREBAY_CACHE__PREFIX_REUSE", "false")
+    config, _ = load()
+    assert config.engine.max_output_tokens.plain == 77
+    assert config.model.aliases == ("deepseek-chat", "deepseek-flash")
+    assert config.cache.prefix_reuse is False
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("engine.default_effort", "42", 42),
+        ("engine.default_effort", "max", "max"),
+        ("engine.max_context", "none", None),
+        ("server.body_limit_bytes", "10MiB", 10 * 1024 * 1024),
+        ("cache.dir", "/var/cache/forebay", Path("/var/cache/forebay")),
+        ("model.aliases", "", ()),
+    ],
+)
+def test_values_as_text(key: str, text: str, value: object) -> None:
+    config, _ = load(None, {key: ("--set", text)})
+    section, _, name = key.partition(".")
+    assert getattr(getattr(config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("server.port", "65536", "server.port (flag --set): must be less than or equal to 65535, got '65536'"),
+        ("server.port", "eighty", "server.port (flag --set): must be a valid integer"),
+        ("server.header_timeout_s", "0", "must be greater than 0 seconds"),
+        ("engine.aging_s", "nan", "must be a finite number"),
+        ("engine.device", "tpu", "must be 'cpu' or 'cuda'"),
+        ("engine.default_effort", "medium", "must be none, low, high, max or a number from 1 to 100, got 'medium'"),
+        ("engine.default_effort", "101", "must be none, low, high, max or a number from 1 to 100"),
+        ("engine.default_effort", True, "must be none, low, high, max or a number from 1 to 100"),
+        ("server.body_limit_bytes", "ten", "server.body_limit_bytes"),
+        ("engine.max_sequences", "0", "greater than or equal to 1 sequences"),
+    ],
+)
+def test_bad_value_is_named_with_its_origin_and_limit(tmp_path: Path, key: str, value: object, part: str) -> None:
+    assert part in refusal(None, tmp_path, {key: ("--set", value)})
+
+
+def test_all_bad_values_are_told_at_once(tmp_path: Path) -> None:
+    message = refusal("server: {port: -1}\nengine: {max_sequences: 0}", tmp_path)
+    assert "server.port" in message
+    assert "engine.max_sequences" in message
+    assert str(tmp_path / "forebay.yaml") in message
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "nearest"),
+    [
+        ("server: {prot: 1}", "server.prot", "server.port"),
+        ("port: 1", "port", "server.port"),
+        ("engin: {threads: 1}", "engin", "engine"),
+        ("engine: {max_output_tokens: {plian: 1}}", "engine.max_output_tokens.plian", "engine.max_output_tokens.plain"),
+    ],
+)
+def test_unknown_key_in_the_file_names_the_nearest(tmp_path: Path, text: str, wrong: str, nearest: str) -> None:
+    message = refusal(text, tmp_path)
+    assert f"there is no setting {wrong!r}" in message
+    assert message.endswith(f"the nearest is {nearest!r}")
+
+
+def test_unknown_environment_variable_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_SERVER__PROT", "1")
+    assert refusal(None, tmp_path) == "environment: FOREBAY_SERVER__PROT is no setting; the nearest is FOREBAY_SERVER__PORT"
+
+
+def test_unknown_flag_setting_names_the_nearest(tmp_path: Path) -> None:
+    message = refusal(None, tmp_path, {"engine.max_seqs": ("--set", "1")})
+    assert message == "--set: there is no setting 'engine.max_seqs'; the nearest is 'engine.max_sequences'"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("server:\n  port: [1\n", "is not valid YAML at line 3"),
+        ("- a\n- b\n", "holds a list, expected sections"),
+        ("server: 4\n", "server is a section of settings, got 4"),
+        ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
+    ],
+)
+def test_broken_file_is_one_sentence(tmp_path: Path, text: str, part: str) -> None:
+    assert part in refusal(text, tmp_path)
+
+
+def test_empty_file_and_empty_section_change_nothing(tmp_path: Path) -> None:
+    assert loaded("", tmp_path)[0] == loaded("server:\n", tmp_path)[0] == load()[0]
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope\.yaml does not exist"):
+        load(tmp_path / "nope.yaml")
+
+
+def test_two_sizes_of_the_kv_cache_exclude_each_other(tmp_path: Path) -> None:
+    message = refusal("cache: {kv_tokens: 1000}", tmp_path, {"cache.kv_bytes": ("--set", "1GiB")})
+    assert "are both set" in message
+
+
+def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
+    flags = {"server.port": ("--port", "8123"), "model.aliases": ("--set", "a,b"), "engine.default_effort": ("--set", "42")}
+    config, origins = load(None, flags)
+    text = to_yaml(config, origins)
+    assert loaded(text, tmp_path)[0] == config
+    line = next(line for line in text.splitlines() if "8123" in line)
+    assert line.split("#")[1].strip() == "flag --port"
+
+
+def test_printed_settings_hide_passwords() -> None:
+    config, origins = load(None, {"cache.redis_url": ("--redis-url", "redis://user:secret@host:6379/0")})
+    assert "secret" not in to_yaml(config, origins)
+    assert yaml.safe_load(to_yaml(config, origins))["cache"]["redis_url"] == "redis://user:***@host:6379/0"
+
+
+def test_every_setting_is_described_and_measured() -> None:
+    for key, info in fields():
+        assert info.description, key
+        name = key.rsplit(".", 1)[-1]
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        if name.endswith("_s"):
+            assert extra.get("unit") == "seconds", key
+        if name.endswith("_bytes"):
+            assert extra.get("unit") == "bytes", key

@@ -1,0 +1,215 @@
+"""`forebay serve` as a process: what it says when it cannot start, how it loads, drains and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+FAKE = Path(__file__).with_name("fake_service.py")
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def service(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The stand-in service on a free port; killed at the end if it still runs."""
+    env = os.environ | environment | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, str(FAKE), "--port", "0", *arguments]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if match := re.search(pattern, line):
+            return match
+    assert process.stderr is not None
+    raise AssertionError(f"no line matches {pattern!r}; standard error: {process.stderr.read()}")
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    return read_until(process, r"serves fake at (http://\S+)")[1]
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out, err
+
+
+def in_background(url: str) -> tuple[threading.Thread, list[Any]]:
+    """POST `url` in a thread; the list gets the response or the error."""
+    result: list[Any] = []
+
+    def post() -> None:
+        try:
+            result.append(httpx.post(url, timeout=WAIT_S))
+        except httpx.HTTPError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, result
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_says_where_it_serves_and_what_to_try() -> None:
+    with service() as process:
+        url = url_of(process)
+        assert httpx.get(f"{url}/anything").text == "ok"
+        curl = read_until(process, r"curl (\S+)/v1/chat/completions .* -d '(.*)'")
+        assert curl[1] == url
+        assert json.loads(curl[2])["model"] == "fake"
+
+
+@pytest.mark.case("B125")
+def test_answers_and_reports_progress_while_loading(free_port: int) -> None:
+    with service("--port", str(free_port), FAKE_LOAD_S="4") as process:
+        url = f"http://127.0.0.1:{free_port}"
+        transport = httpx.HTTPTransport(retries=8)  # until it listens
+        with httpx.Client(base_url=url, transport=transport, timeout=WAIT_S) as client:
+            assert client.get("/health/live").status_code == 200
+            ready = client.get("/health/ready")
+            chat = client.post("/v1/chat/completions", json={"messages": []})
+        assert ready.status_code == chat.status_code == 503
+        assert ready.json()["status"] == "loading"
+        assert "25%" in ready.json()["error"]["message"]
+        assert "layers.3.attn.wkv.weight" in ready.json()["error"]["message"]
+        assert chat.json()["error"]["code"] == "model_loading"
+        assert int(chat.headers["retry-after"]) > 0
+        assert url_of(process) == url
+        assert httpx.get(url).text == "ok"
+
+
+@pytest.mark.case("B121")
+def test_first_signal_drains_and_exits_zero() -> None:
+    with service(FAKE_SLOW_S="1.5") as process:
+        url = url_of(process)
+        thread, result = in_background(f"{url}/slow")
+        read_until(process, "slow request runs")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "once more stops at once" in process.stderr.readline()
+        assert httpx.get(f"{url}/health/ready").status_code == 503
+        status, out, _ = end(process)
+        thread.join()
+    assert result[0].status_code == 200
+    assert status == 0
+    assert "engine stopped" in out
+    assert "application ended" in out
+
+
+@pytest.mark.case("B121")
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_stops_at_once(second: signal.Signals) -> None:
+    with service(FAKE_SLOW_S="30") as process:
+        thread, result = in_background(f"{url_of(process)}/slow")
+        read_until(process, "slow request runs")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(second)
+        status, out, err = end(process)
+        thread.join()
+    assert isinstance(result[0], httpx.HTTPError)
+    assert status == 128 + second
+    assert "stopped at once" in err
+    assert "engine stopped" not in out
+
+
+def test_drain_ends_after_its_time() -> None:
+    with service("--set", "server.drain_timeout_s=0.3", FAKE_SLOW_S="3") as process:
+        thread, _ = in_background(f"{url_of(process)}/slow")
+        read_until(process, "slow request runs")
+        process.send_signal(signal.SIGTERM)
+        status, out, err = end(process)
+        thread.join()
+    assert status == 0
+    assert "the time to finish is over" in err
+    assert "engine stopped" in out
+
+
+def test_signal_while_loading_stops_without_waiting() -> None:
+    with service(FAKE_LOAD_S="300") as process:
+        assert process.stderr is not None
+        assert "loading" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        status, _, err = end(process)
+    assert status == 0
+    assert "stopped while loading" in err
+
+
+@pytest.mark.case("B117")
+def test_death_of_the_engine_ends_the_process_with_an_error() -> None:
+    with service(FAKE_DEATH_S="0.5") as process:
+        status, out, err = end(process)
+    assert status == 1
+    assert err.splitlines() == ["forebay: the engine stopped: it was told to"]
+    assert "engine stopped" in out
+
+
+def test_load_error_is_one_sentence() -> None:
+    with service(FAKE_ERROR="shard 3 is truncated") as process:
+        status, _, err = end(process)
+    assert status == 1
+    assert err.splitlines() == ["forebay: shard 3 is truncated"]
+
+
+def test_port_in_use_is_one_sentence(free_port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", free_port))
+        other.listen()
+        with service("--port", str(free_port)) as process:
+            status, _, err = end(process)
+    assert status == 2
+    sentence = f"port {free_port} on 127.0.0.1 is in use; stop the program that has it or choose another with --port"
+    assert err.splitlines() == [f"forebay: {sentence}"]
+
+
+def test_foreign_address_is_one_sentence() -> None:
+    with service("--host", "192.0.2.1") as process:
+        status, _, err = end(process)
+    assert status == 2
+    assert err.splitlines() == ["forebay: 192.0.2.1 is no address of this machine; set --host to one that is"]
+
+
+@pytest.mark.case("B123")
+def test_raises_the_soft_limit_of_open_files() -> None:
+    with service() as process:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[1]))
+        url_of(process)
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 65_536)
+
+
+@pytest.mark.case("B123")
+def test_warns_if_too_few_files_are_allowed() -> None:
+    with service() as process:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, 256))
+        url_of(process)
+        process.send_signal(signal.SIGTERM)
+        _, _, err = end(process)
+    assert "only 256 open files are allowed, 1344 may be needed" in err

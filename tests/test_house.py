@@ -1,0 +1,100 @@
+"""The layout of the house: links, arrows between the rooms, and what the built packages contain."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import forebay
+
+ROOMS = ("cache", "engine", "model", "server")
+
+
+def test_rooms_are_linked_into_the_package(repository: Path) -> None:
+    for room in ROOMS:
+        link = repository / "src" / "forebay" / room
+        assert link.is_symlink()
+        assert link.readlink() == Path("..", "..", room)
+        assert (link / "__init__.py").is_file()
+    assert (repository / "src" / "forebay" / "py.typed").is_file()
+
+
+def test_every_folder_of_a_room_is_a_package(repository: Path) -> None:
+    for room in ROOMS:
+        for file in (repository / room).rglob("*.py"):
+            assert (file.parent / "__init__.py").is_file(), file
+
+
+def test_arrows_between_the_rooms_hold(repository: Path) -> None:
+    done = _lint_imports(repository)
+    assert done.returncode == 0, done.stdout
+    assert "0 broken" in done.stdout
+
+
+def test_arrows_see_through_the_links(repository: Path, tmp_path: Path) -> None:
+    """A house in which cache imports engine is refused, so the contracts do look at what is behind the links."""
+    (tmp_path / "pyproject.toml").write_bytes((repository / "pyproject.toml").read_bytes())
+    (tmp_path / "src" / "forebay").mkdir(parents=True)
+    (tmp_path / "src" / "forebay" / "__init__.py").touch()
+    for room in ROOMS:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+        (tmp_path / "src" / "forebay" / room).symlink_to(Path("..", "..", room))
+    assert _lint_imports(tmp_path).returncode == 0
+    (tmp_path / "cache" / "wrong.py").write_text("import forebay.engine\n")
+    done = _lint_imports(tmp_path)
+    assert done.returncode != 0
+    assert "forebay.cache.wrong -> forebay.engine" in done.stdout
+
+
+def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    tool = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run([tool, "--no-cache", "--no-logo"], cwd=folder, env={"PYTHONPATH": "src"}, capture_output=True, text=True)
+
+
+def test_no_room_needs_triton_to_be_imported(repository: Path) -> None:
+    """triton is optional: it may be imported inside functions only."""
+    for room in ROOMS:
+        for file in (repository / room).rglob("*.py"):
+            assert not re.search(r"^(import|from) triton", file.read_text("utf-8"), re.MULTILINE), file
+
+
+@pytest.mark.slow
+def test_built_packages_hold_the_rooms(repository: Path, tmp_path: Path) -> None:
+    """The wheel and the source archive hold what the links point to, at `forebay/`, and the files that are not code."""
+    copy = tmp_path / "copy"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=repository, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        source, target = repository / name, copy / name
+        if not source.is_symlink() and not source.is_file():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        else:
+            target.write_bytes(source.read_bytes())
+    build = "from setuptools import build_meta as b; print(b.build_sdist('dist')); print(b.build_wheel('dist'))"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, check=True)
+    with zipfile.ZipFile(next((copy / "dist").glob("*.whl"))) as wheel:
+        wheel_names = set(wheel.namelist())
+    with tarfile.open(next((copy / "dist").glob("*.tar.gz"))) as archive:
+        archive_names = {member.name for member in archive.getmembers() if member.isfile()}
+    wanted = {f"forebay/{file.relative_to(repository).as_posix()}" for room in ROOMS for file in (repository / room).rglob("*.py")}
+    wanted |= {"forebay/py.typed", "forebay/__init__.py"}
+    wanted |= {f"forebay/model/demo/{file.name}" for file in (repository / "model" / "demo").glob("*.json")}
+    assert wanted <= wheel_names
+    assert {f"forebay-{forebay.__version__}/src/{name}" for name in wanted} <= archive_names
+    assert not [name for name in wheel_names if not name.startswith("forebay")]
+
+
+def test_licence_is_apache_2(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License" in (repository / "LICENSE").read_text("utf-8")[:200]
