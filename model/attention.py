@@ -12,9 +12,9 @@ from forebay.model.indexer import Indexer
 from forebay.model.loading import Loader
 from forebay.model.ops import formats
 from forebay.model.ops.gather import entry_places, gather_main
-from forebay.model.ops.linear import fp32_linear, quantised_linear
+from forebay.model.ops.linear import StackedWeight, fp32_linear, quantised_linear
 from forebay.model.ops.rms_norm import rms_norm
-from forebay.model.ops.rope import inverse_frequencies, rope_table, rotate
+from forebay.model.ops.rope import inverse_frequencies, rotate
 from forebay.model.ops.sparse_attention import sparse_attention
 
 ATTEND_BYTES = 64 << 20  # fp32 working memory for the keys of one tile of rows
@@ -23,12 +23,12 @@ ATTEND_BYTES = 64 << 20  # fp32 working memory for the keys of one tile of rows
 class Attention:
     """Every layer has its own query, window and output projections; kv and index sources have more."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader) -> None:
-        self.plan = plan
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, freqs: Tensor) -> None:
+        self.plan, self.freqs = plan, freqs
         self.heads, self.dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
         self.eps, self.scale, self.topk = config.rms_norm_eps, config.head_dim**-0.5, config.index_topk
-        self.freqs = layer_frequencies(config, plan).to(load.device)
-        self.wq_a, self.wq_b, self.wkv, self.wo_b = load.fp8("wq_a"), load.fp8("wq_b"), load.fp8("wkv"), load.fp8("wo_b")
+        self.w_in = StackedWeight([load.fp8("wq_a"), load.fp8("wkv")], load.cache)  # both read the layer input
+        self.wq_b, self.wo_b = load.fp8("wq_b"), load.fp8("wo_b")
         rank = config.o_lora_rank
         self.wo_a = [load.fp8("wo_a", rows=(g * rank, (g + 1) * rank)) for g in range(self.groups)]
         self.q_norm, self.kv_norm = load.tensor("q_norm.weight"), load.tensor("kv_norm.weight")
@@ -43,12 +43,11 @@ class Attention:
 
     def __call__(self, x: Tensor, state: HalfState) -> Tensor:
         """x [n, D] bf16 attention input -> [n, D] bf16. Global entries of these rows must already be stored."""
-        rows = state.rows
-        cos, sin = rope_table(rows.positions, self.freqs)
-        rounded = formats.fp8_round(x)
-        latent = formats.fp8_round(rms_norm(quantised_linear(rounded, self.wq_a), self.q_norm, self.eps))
+        cos, sin = state.turn(self.freqs)
+        low_q, low_kv = self.w_in.split(quantised_linear(formats.fp8_round(x), self.w_in))
+        latent = formats.fp8_round(rms_norm(low_q, self.q_norm, self.eps))
         q = rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), cos, sin)
-        kv = rotate(rms_norm(quantised_linear(rounded, self.wkv), self.kv_norm, self.eps), cos, sin)
+        kv = rotate(rms_norm(low_kv, self.kv_norm, self.eps), cos, sin)
         codes, scales = formats.fp8_encode(kv)
         keys = self._window_keys(codes, scales, state)
         if self.indexer is not None:
@@ -112,11 +111,13 @@ class Attention:
         return entries
 
 
-def layer_frequencies(config: ModelConfig, plan: LayerPlan) -> Tensor:
-    """One rotary table per layer, for queries, window, entries and indexer alike: YaRN exactly on layers with entries (spec §3.2)."""
-    if plan.ratio == 0:
-        return inverse_frequencies(config.qk_rope_head_dim, config.rope_theta)
-    return inverse_frequencies(
+def layer_frequencies(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """The two rotary tables: of window-only layers, and of layers with entries, which alone use YaRN (spec §3.2).
+
+    A layer uses one of them for queries, window, entries and indexer alike.
+    """
+    plain = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta)
+    return plain, inverse_frequencies(
         config.qk_rope_head_dim,
         config.compress_rope_theta,
         factor=config.rope_factor,

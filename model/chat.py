@@ -20,6 +20,7 @@ from forebay.model.tokenizer import ASSISTANT, IMAGE, THINK_END, THINK_START, To
 __all__ = ["Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions"]
 
 EFFORT_LINE = "Reasoning Effort: "
+GROUNDING = frozenset(f"<｜{slash}{tag}｜>" for tag in ("ref", "box", "point", "polygon") for slash in ("", "/"))
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class ChatCodec:
         segments: list[_Segment] = []
         end = 0
         for start, stop in rendered.special_ranges:
+            if text[start:stop] in GROUNDING and self._tokenizer.special_id(text[start:stop]) is None:
+                continue  # in the answers of earlier turns the library marks these too; small vocabularies write them as text
             if start > end:
                 segments.append(_Segment(request.exact.restore(text[end:start]), False))
             segments.append(_Segment(text[start:stop], True))

@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 
 import deepseek_recipe as recipe
 
-from forebay.model.chat_values import ExactIntegers, array_at, bad, boolean_at, json_at, kind_of, object_at, string_at
+from forebay.model.chat_values import ExactIntegers, array_at, bad, boolean_at, json_at, kind_of, object_at, shown, string_at
 from forebay.model.errors import RequestError
 
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
@@ -78,7 +78,7 @@ def _parse_message(message: Mapping[str, Any], param: str, last: bool, latest: d
     if role == "assistant":
         return _parse_assistant(message, param, last, exact)
     known = "system, developer, user, assistant, tool, function or latest_reminder"
-    raise bad(f"{param}.role must be {known}, got {role!r}"[:240], f"{param}.role")
+    raise bad(f"{param}.role must be {known}, got {shown(role)}", f"{param}.role")
 
 
 def _parse_assistant(message: Mapping[str, Any], param: str, last: bool, exact: ExactIntegers) -> Turn | None:
@@ -183,7 +183,7 @@ def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
         elif kind in ("image_url", "input_image", "image"):
             raise bad(PICTURES, f"{where}.{i}", "unsupported_value")
         else:
-            raise bad(f"content parts of type {kind!r} are not supported"[:200], f"{where}.{i}.type", "unsupported_value")
+            raise bad(f"content parts of type {shown(kind)} are not supported", f"{where}.{i}.type", "unsupported_value")
     return "\n\n".join(texts), "\n\n".join(thoughts)
 
 

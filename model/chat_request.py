@@ -22,6 +22,7 @@ from forebay.model.chat_values import (
     flag,
     json_at,
     object_at,
+    shown,
     string_at,
     switch,
     template_options,
@@ -147,8 +148,7 @@ def effort_number(value: Any, param: str) -> int | None:
             return int(name)
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= 100 and value == int(value):
         return int(value)
-    shown = repr(value)[:40]
-    raise bad(f"{param} must be one of {', '.join(EFFORTS)} or an integer from 1 to 100, got {shown}", param)
+    raise bad(f"{param} must be one of {', '.join(EFFORTS)} or an integer from 1 to 100, got {shown(value)}", param)
 
 
 def resolve_reasoning(body: Mapping[str, Any], default_effort: int | str, thinking_default: bool) -> tuple[bool, int | None]:
@@ -166,7 +166,7 @@ def resolve_reasoning(body: Mapping[str, Any], default_effort: int | str, thinki
     elif thinking is not None:
         kind = thinking_object.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
-            raise bad(f"thinking.type must be enabled, disabled or adaptive, got {kind!r}"[:200], "thinking.type")
+            raise bad(f"thinking.type must be enabled, disabled or adaptive, got {shown(kind)}", "thinking.type")
         explicit = kind != "disabled"
     else:
         for source, name, param in (
@@ -225,7 +225,7 @@ def parse_tools(body: Mapping[str, Any], exact: ExactIntegers) -> list[recipe.To
 def _parse_tool(entry: Mapping[str, Any], param: str, exact: ExactIntegers) -> recipe.ToolDefinition:
     kind = entry.get("type")
     if kind not in (None, "function", "custom"):
-        raise bad(f"tools of type {kind!r} are not offered"[:200], f"{param}.type", "unsupported_value")
+        raise bad(f"tools of type {shown(kind)} are not offered", f"{param}.type", "unsupported_value")
     inner = "custom" if kind == "custom" else "function"
     where = f"{param}.{inner}" if inner in entry else param
     function = object_at(entry[inner], where) if inner in entry else entry
@@ -276,12 +276,12 @@ def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> Literal["auto
             mode = "required"
             wanted = [_chosen_name(entry, param)]
         else:
-            raise bad(f"{param}.type must be function, custom or allowed_tools, got {kind!r}"[:200], f"{param}.type")
+            raise bad(f"{param}.type must be function, custom or allowed_tools, got {shown(kind)}", f"{param}.type")
         if mode not in ("auto", "required"):
-            raise bad(f"{param}.allowed_tools.mode must be auto or required, got {mode!r}"[:200], f"{param}.allowed_tools.mode")
+            raise bad(f"{param}.allowed_tools.mode must be auto or required, got {shown(mode)}", f"{param}.allowed_tools.mode")
     for name in wanted:
         if name not in names:
-            raise bad(f"no tool named {name!r} is in tools", param)
+            raise bad(f"no tool named {shown(name)} is in tools", param)
     if mode == "required" and not names:
         raise bad(f"{param} asks for a call, but there are no tools", param)
     return "required" if mode == "required" else "auto"
@@ -310,4 +310,4 @@ def parse_response_format(body: Mapping[str, Any], exact: ExactIntegers) -> tupl
         param = "response_format.json_schema.schema"
         return json_at(object_at(inner.get("schema"), param), param, exact), False
     known = "text, json_object or json_schema"
-    raise bad(f"response_format.type must be {known}, got {kind!r}"[:200], "response_format.type", "unsupported_value")
+    raise bad(f"response_format.type must be {known}, got {shown(kind)}", "response_format.type", "unsupported_value")

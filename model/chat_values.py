@@ -67,6 +67,12 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def shown(value: Any) -> str:
+    """A value for an error message: short scalars as they are, anything else by its kind."""
+    short = value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and value.bit_length() <= 64)
+    return repr(value[:40]) if isinstance(value, str) else repr(value) if short else kind_of(value)
+
+
 def object_at(value: Any, param: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise bad(f"{param} must be an object, got {kind_of(value)}", param, "invalid_type")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forebay.model.config import ModelConfig
 from forebay.model.loading import Loader
-from forebay.model.ops.hyper_connections import Coefficients, coefficients
+from forebay.model.ops.hyper_connections import Coefficients, coefficients, spread_scale
 from forebay.model.ops.linear import PlainWeight, fp32_linear
 
 
@@ -17,7 +17,8 @@ class HyperConnection:
     def __init__(self, config: ModelConfig, name: str, load: Loader) -> None:
         self.streams, self.iterations, self.hc_eps, self.eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         self.fn = PlainWeight(load.tensor(f"hc_{name}_fn"), load.cache)
-        self.base, self.scale = load.tensor(f"hc_{name}_base"), load.tensor(f"hc_{name}_scale")
+        self.base = load.tensor(f"hc_{name}_base")
+        self.scale = spread_scale(load.tensor(f"hc_{name}_scale"), self.streams)
 
     def __call__(self, streams: Tensor) -> Coefficients:
         """streams [n, S, D] bf16, as they are before the sub-layer -> its coefficients."""

@@ -51,7 +51,7 @@ class Indexer:
             scored |= state.restricted
         if bool(scored.any()):
             q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
-            q = formats.index_decode(*formats.index_encode(rotate(q, cos, sin)))
+            q = formats.index_round(rotate(q, cos, sin))
             weights = bf16_linear(x, self.weights_proj) * self.scale
             restricted = state.restricted if self.reads else None
             for part, scores, columns, widths in self._scores(scored, restricted, q, weights, visible, state):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forebay.model.attention import Attention
+from forebay.model.attention import Attention, layer_frequencies
 from forebay.model.batch import DecoderRows, ForwardBatch, HalfState
 from forebay.model.checkpoint import Weights
 from forebay.model.config import LayerPlan, ModelConfig
@@ -36,11 +36,11 @@ class Streams:
 class Layer:
     """One block: Engram if it has one, attention, mixture of experts."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, engram: Engram | None) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, engram: Engram | None, freqs: Tensor) -> None:
         self.plan, self.eps, self.engram = plan, config.rms_norm_eps, engram
         self.hc_attn, self.hc_ffn = HyperConnection(config, "attn", load), HyperConnection(config, "ffn", load)
         self.attn_norm, self.ffn_norm = load.tensor("attn_norm.weight"), load.tensor("ffn_norm.weight")
-        self.attention = Attention(config, plan, load.at("attn"))
+        self.attention = Attention(config, plan, load.at("attn"), freqs)
         self.moe = MoE(config, load.at("ffn"))
 
     def read_memory(self, s: Streams, engram_rows: Tensor | None, state: HalfState) -> Streams:
@@ -106,11 +106,12 @@ class Backbone:
         self.head = PlainWeight(load.tensor("head.weight"), self.cache)
         self.token_map = source.token_map().to(torch.int64) if self.config.engram_layer_ids else None
         constants = hash_constants(self.config) if self.config.engram_layer_ids else None
+        freqs = [table.to(self.device) for table in layer_frequencies(self.config)]
         self.layers: list[Layer] = []
         for plan in self.topology.layers:
             at = load.at(f"layers.{plan.index}")
             engram = Engram(self.config, plan.index, at.at("engram"), constants) if plan.engram and constants is not None else None
-            self.layers.append(Layer(self.config, plan, at, engram))
+            self.layers.append(Layer(self.config, plan, at, engram, freqs[plan.ratio > 0]))
             if progress is not None:
                 progress(plan.index + 1, len(self.topology.layers), f"layer {plan.index}")
 

@@ -186,11 +186,12 @@ class App:
 
     async def _models(self, exchange: Exchange) -> None:
         entries = [self._entry(name) for name in self._names]
-        wanted = exchange.path.rstrip("/").partition("models")[2].lstrip("/")
-        if not wanted:
+        rest = exchange.path.partition("models")[2]
+        if rest in ("", "/"):
             await exchange.reply_json(200, {"object": "list", "data": entries})
             return
         exchange.route = "/v1/models/{id}"
+        wanted = rest[1:].removesuffix("/")
         for entry in entries:
             if entry["id"] == wanted:
                 await exchange.reply_json(200, entry)

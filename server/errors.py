@@ -98,7 +98,12 @@ def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
     if retry_after is not None:
         headers.append((b"retry-after", b"%d" % min(max(math.ceil(retry_after), 1), MAX_RETRY_AFTER_S)))
     code = error.code or ("invalid_value" if isinstance(error, RequestError) else error.kind)
-    return Failure(error.status, error.message, _openai_type(error.status), field_path(error.param), code, headers)
+    message, path = error.message, field_path(error.param)
+    if isinstance(error, RequestError) and error.param and path:
+        message = message.replace(error.param, path)
+        if path not in message:
+            message = f"Invalid '{path}': {message}"
+    return Failure(error.status, message, _openai_type(error.status), path, code, headers)
 
 
 def field_path(param: str | None) -> str | None:

@@ -76,8 +76,9 @@ class Exchange:
     async def refuse(self, failure: Failure, options: ServerOptions) -> None:
         """Answer with an error. Up to `discard_body` of a body under way is dropped first, so that the client does not see a reset."""
         headers = list(failure.headers)
-        waits_for_leave = b"expect" in self.headers  # reading would ask it to send the body that we refuse
-        whole = self._body_read or (not waits_for_leave and await self._discard(options.discard_body))
+        # A client that waits for leave to send would be told to go on; one that was too slow has had its time.
+        useless = b"expect" in self.headers or failure.status == 408
+        whole = self._body_read or (not useless and await self._discard(options.discard_body))
         if not whole and (b"connection", b"close") not in headers:
             headers.append((b"connection", b"close"))
         await self.reply(failure.status, failure.body(), headers)
@@ -104,12 +105,12 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             piece = message.get("body", b"")
+            self._body_read = not message.get("more_body", False)
             size += len(piece)
             if size > options.max_body:
                 raise too_large(options.max_body)
             pieces.append(piece)
-            if not message.get("more_body", False):
-                self._body_read = True
+            if self._body_read:
                 return b"".join(pieces)
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:

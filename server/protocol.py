@@ -240,8 +240,8 @@ def _logit_bias(given: Mapping[str, float], tokenizer: Tokenizer) -> dict[int, f
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise _invalid(f"logit_bias.{_short(key)}", "keys are token ids in decimal digits")
-        _check_token_id(f"logit_bias.{key}", int(key), tokenizer)
+            raise _invalid("logit_bias", f"keys are token ids in decimal digits, got {_short(key)}")
+        _check_token_id(f"logit_bias[{key}]", int(key), tokenizer)
         bias[int(key)] = value
     return bias
 

@@ -1,6 +1,6 @@
 """SCRIPT: an engine that gives out token lists written down by the test, so that what is on the wire can be known exactly.
 
-It has the interface of `forebay.engine.client.EngineClient`; prompts are really encoded and tokens really parsed, only the network is missing.
+It has the interface of `forebay.engine.client.EngineClient`. Prompts are really encoded and tokens really parsed, only the network is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import openai
 import uvicorn
+from prometheus_client import CollectorRegistry
+
 from forebay.engine.metrics import Metrics
 from forebay.engine.output import OutputProcessor
 from forebay.engine.types import OutputEvent, QueueFullError, Request, TierCounts, Times, TokenLogprob, UnavailableError, Usage
@@ -26,7 +28,6 @@ from forebay.server.app import App
 from forebay.server.errors import State
 from forebay.server.limits import ServerOptions
 from forebay.server.wire import uvicorn_config
-from prometheus_client import CollectorRegistry
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "model" / "demo" / "tokenizer.json"
 
@@ -71,7 +72,8 @@ class ScriptEngine:
         self.running: set[str] = set()
         self.events: dict[str, int] = {}
         self.aborted: list[str] = []
-        self._single = {self.tokenizer.token_bytes(i): i for i in range(self.tokenizer.vocab_size) if len(self.tokenizer.token_bytes(i)) == 1}
+        pieces = {i: self.tokenizer.token_bytes(i) for i in range(self.tokenizer.vocab_size)}
+        self._single = {piece: i for i, piece in pieces.items() if len(piece) == 1}
 
     def last_progress_age(self) -> float:
         return self.age

@@ -21,7 +21,8 @@ def _in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
-    padded = functional.pad(flat, (0, -flat.numel() % _LANES))
+    spare = -flat.numel() % _LANES
+    padded = functional.pad(flat, (0, spare)) if spare else flat
     if padded.numel() <= _PIECE:
         out = function(padded)
     else:

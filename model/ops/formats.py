@@ -23,16 +23,30 @@ _INV_448 = torch.tensor(1.0 / 448.0, dtype=torch.float32).item()
 _INV_6 = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 
 
-def _ceil_exponent(amax: Tensor) -> Tensor:
-    """Biased exponent of the smallest power of two >= amax (positive fp32), from the bit pattern; int32."""
-    bits = amax.view(torch.int32)
-    return (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+def _ceil_power(amax: Tensor) -> Tensor:
+    """The smallest power of two >= amax (positive, normal fp32), from the bit pattern: any mantissa bit carries into the exponent."""
+    return ((amax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _byte_of_power(power: Tensor) -> Tensor:
+    """fp32 power of two -> its E8M0 byte (uint8)."""
+    return (power.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def exp2_from_byte(byte: Tensor) -> Tensor:
-    """E8M0 bytes (uint8 or int32) -> fp32 2^(byte-127); byte 0 is the subnormal 2^-127."""
+    """E8M0 bytes (uint8) -> fp32 2^(byte-127); byte 0 is the subnormal 2^-127, which only weights can hold."""
     e = byte.to(torch.int32)
     return torch.where(e == 0, 0x400000, e << 23).view(torch.float32)
+
+
+def _power_of_byte(byte: Tensor) -> Tensor:
+    """`exp2_from_byte` for scales our own quantisers wrote, never below 2^-126; the zero bytes of unwritten memory give 0."""
+    return (byte.to(torch.int32) << 23).view(torch.float32)
+
+
+def _group_amax(groups: Tensor) -> Tensor:
+    """Largest magnitude along the last dimension, kept as a dimension of 1."""
+    return groups.abs().amax(-1, keepdim=True)
 
 
 def fp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,11 +58,9 @@ def fp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
         codes [..., n] uint8 (E4M3 bits), scales [..., n/32] uint8 (E8M0).
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
-    amax = groups.abs().amax(-1).clamp_(min=1e-4)
-    exponent = _ceil_exponent(amax * _INV_448)
-    scaled = groups / (exponent << 23).view(torch.float32).unsqueeze(-1)
-    codes = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.flatten(-2), exponent.to(torch.uint8)
+    scale = _ceil_power(_group_amax(groups).clamp_(min=1e-4) * _INV_448)
+    codes = (groups / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(-2), _byte_of_power(scale).squeeze(-1)
 
 
 def e4m3_decode(codes: Tensor) -> Tensor:
@@ -63,25 +75,31 @@ def e4m3_decode(codes: Tensor) -> Tensor:
 def fp8_decode(codes: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `fp8_encode`: [..., n] uint8, [..., n/32] uint8 -> [..., n] fp32 (exact in bf16 too)."""
     half = ((codes.view(torch.int8).to(torch.int16) << 7) & -16512).view(torch.float16).to(torch.float32)
-    factor = exp2_from_byte(scales) * 256.0
+    factor = _power_of_byte(scales) * 256.0
     return (half.unflatten(-1, (-1, GROUP)) * factor.unsqueeze(-1)).flatten(-2)
 
 
 def fp8_round(x: Tensor) -> Tensor:
     """Quantise and dequantise at once: the input of every FP8 or FP4 linear (§6.4). [..., n] -> [..., n] fp32."""
     groups = x.float().unflatten(-1, (-1, GROUP))
-    exponent = _ceil_exponent(groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4) * _INV_448)
-    scale = (exponent << 23).view(torch.float32)
-    codes = (groups / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    return (e4m3_decode(codes) * scale).flatten(-2)
+    scale = _ceil_power(_group_amax(groups).clamp_(min=1e-4) * _INV_448)
+    codes = (groups / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+    # The direct cast back is one call but slow per element; the values are the same.
+    values = codes.to(torch.float32) if codes.numel() <= 8192 else e4m3_decode(codes.view(torch.uint8))
+    return (values * scale).flatten(-2)
+
+
+@cache
+def _edges(device: torch.device) -> Tensor:
+    """Where |x| moves to the next E2M1 code. At a tie the even code wins, so every other edge belongs to the code above it."""
+    middle = torch.tensor((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), dtype=torch.float32)
+    above = torch.nextafter(middle, torch.tensor(torch.inf))
+    return torch.where(torch.arange(7) % 2 == 0, above, middle).to(device)
 
 
 def _e2m1_encode(x: Tensor) -> Tensor:
-    """fp32 in [-6, 6] -> codes uint8. Boundaries lie between grid points; at a tie the even code wins."""
-    a = x.abs()
-    code = (a > 0.25).to(torch.uint8)
-    for edge, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
-        code += (a >= edge) if inclusive else (a > edge)
+    """fp32 in [-6, 6] -> codes uint8."""
+    code = torch.bucketize(x.abs(), _edges(x.device), out_int32=True, right=True).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
@@ -115,15 +133,34 @@ def e2m1_decode(packed: Tensor) -> Tensor:
 def index_encode(x: Tensor) -> tuple[Tensor, Tensor]:
     """Index FP4 (§6.2): [..., n] -> packed [..., n/2] uint8, scales [..., n/32] uint8 (E8M0)."""
     groups = x.float().unflatten(-1, (-1, GROUP))
-    amax = groups.abs().amax(-1).clamp_(min=6.0 * 2.0**-126)
-    exponent = _ceil_exponent(amax * _INV_6)
-    scaled = groups / exp2_from_byte(exponent).unsqueeze(-1)
-    codes = _e2m1_encode(scaled.clamp_(-6.0, 6.0)).flatten(-2)
-    return pack_nibbles(codes), exponent.to(torch.uint8)
+    scale = _ceil_power(_group_amax(groups).clamp_(min=6.0 * 2.0**-126) * _INV_6)
+    codes = _e2m1_encode((groups / scale).clamp_(-6.0, 6.0)).flatten(-2)
+    return pack_nibbles(codes), _byte_of_power(scale).squeeze(-1)
 
 
 def index_decode(packed: Tensor, scales: Tensor) -> Tensor:
     """Inverse of `index_encode` -> fp32, exact in bf16."""
+    values = e2m1_decode(packed).unflatten(-1, (-1, GROUP))
+    return (values * _power_of_byte(scales).unsqueeze(-1)).flatten(-2)
+
+
+@cache
+def _grid(device: torch.device) -> Tensor:
+    return torch.tensor(_E2M1, dtype=torch.float32, device=device)
+
+
+def index_round(x: Tensor) -> Tensor:
+    """Index FP4 and back at once, for index queries, which are not stored. [..., n] -> [..., n] fp32."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scale = _ceil_power(_group_amax(groups).clamp_(min=6.0 * 2.0**-126) * _INV_6)
+    scaled = groups / scale
+    code = torch.bucketize(scaled.abs(), _edges(x.device), out_int32=True, right=True)
+    values = _grid(x.device).index_select(0, code.flatten()).view(code.shape)
+    return (torch.copysign(values, scaled) * scale).flatten(-2)
+
+
+def mxfp4_decode(packed: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 weights (§8 storage): [..., n/2] uint8, [..., n/32] uint8 (E8M0, any byte) -> [..., n] fp32."""
     values = e2m1_decode(packed).unflatten(-1, (-1, GROUP))
     return (values * exp2_from_byte(scales).unsqueeze(-1)).flatten(-2)
 

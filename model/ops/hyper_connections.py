@@ -27,15 +27,20 @@ def coefficients(mixes: Tensor, scale: Tensor, base: Tensor, streams: int, itera
 
     Args:
         mixes: [n, 2S + S*S] fp32, already multiplied by the streams' reciprocal RMS.
-        scale: [3] fp32 (pre, post, comb). base: [2S + S*S] fp32.
+        scale, base: [2S + S*S] fp32; the checkpoint's three scales (pre, post, comb) repeated per column, see `spread_scale`.
     """
     s = streams
-    pre = sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
-    post = 2 * sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
-    comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).view(-1, s, s)
+    raw = mixes * scale + base
+    gates = sigmoid(raw[:, : 2 * s])
+    comb = raw[:, 2 * s :].unflatten(1, (s, s))
     # exp(x - max) / sum, not torch.softmax: one ulp here is amplified by every later layer.
     comb = (comb - comb.amax(-1, keepdim=True)).exp()
-    return Coefficients(pre, post, _sinkhorn(comb, iterations, eps))
+    return Coefficients(gates[:, :s] + eps, 2 * gates[:, s:], _sinkhorn(comb, iterations, eps))
+
+
+def spread_scale(scale: Tensor, streams: int) -> Tensor:
+    """[3] fp32 (pre, post, comb) -> [2S + S*S], one factor per column of the projection."""
+    return scale.repeat_interleave(torch.tensor([streams, streams, streams * streams], device=scale.device))
 
 
 def _sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
@@ -73,10 +78,10 @@ def _sinkhorn_numpy(comb: Tensor, iterations: int, eps: float) -> Tensor:
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Sub-layer input: sum_s pre[s] * X_s. streams [n, S, D] bf16, pre [n, S] fp32 -> [n, D] bf16."""
-    x = pre[:, 0, None] * streams[:, 0].float()
-    for s in range(1, streams.shape[1]):
-        x = x + pre[:, s, None] * streams[:, s].float()
-    return x.to(torch.bfloat16)
+    first, *rest = (streams.float() * pre.unsqueeze(-1)).unbind(1)
+    for part in rest:
+        first = first + part
+    return first.to(torch.bfloat16)
 
 
 def mix(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -84,8 +89,9 @@ def mix(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
     Args: streams [n, S, D] bf16, out [n, D] bf16, post [n, S], comb [n, S, S]. Returns [n, S, D] bf16.
     """
-    x = streams.float()
-    total = comb[:, 0, :, None] * x[:, 0, None]
-    for j in range(1, x.shape[1]):
-        total = total + comb[:, j, :, None] * x[:, j, None]
+    weights = comb.unsqueeze(-1).unbind(1)  # per source stream: [n, S, 1]
+    sources = streams.float().unsqueeze(2).unbind(1)  # [n, 1, D]
+    total = weights[0] * sources[0]
+    for weight, source in zip(weights[1:], sources[1:], strict=True):
+        total += weight * source
     return (post.unsqueeze(-1) * out.float().unsqueeze(1) + total).to(torch.bfloat16)

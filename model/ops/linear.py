@@ -10,10 +10,11 @@ Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forebay.model.ops import formats
 
@@ -103,12 +104,36 @@ class Mxfp4Weight(Weight):
         self.packed, self.scales = packed, scales
 
     def widen(self, start: int, stop: int) -> Tensor:
-        return formats.index_decode(self.packed[start:stop], self.scales[start:stop])
+        return formats.mxfp4_decode(self.packed[start:stop], self.scales[start:stop])
+
+
+class StackedWeight(Weight):
+    """Several weights of one input, one under the other: one product instead of many."""
+
+    def __init__(self, parts: Sequence[Weight], cache: TileCache) -> None:
+        super().__init__(sum(p.out_features for p in parts), parts[0].in_features, cache)
+        self.parts = list(parts)
+
+    def widen(self, start: int, stop: int) -> Tensor:
+        found, first = [], 0
+        for part in self.parts:
+            low, high = max(start - first, 0), min(stop - first, part.out_features)
+            if low < high:
+                found.append(part.widen(low, high))
+            first += part.out_features
+        return torch.cat(found)
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """[n, out] -> one [n, part's out] per part."""
+        return y.split([part.out_features for part in self.parts], -1)
 
 
 def matmul(x: Tensor, weight: Weight) -> Tensor:
     """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU."""
     rows = x.shape[0]
+    if 0 < rows <= ROW_TILE and x.device.type == "cpu" and weight.out_features <= weight.column_tile:
+        padded = x if rows == ROW_TILE else functional.pad(x, (0, 0, 0, ROW_TILE - rows))
+        return torch.mm(padded, weight.tile(0, weight.out_features))[:rows]
     out = torch.empty((rows, weight.out_features), dtype=torch.float32, device=x.device)
     if rows == 0:
         return out

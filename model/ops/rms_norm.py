@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Args: x [..., n] bf16 or fp32, weight [n] bf16. Returns [..., n] bf16."""
+    """Args: x [..., n] bf16 or fp32, weight [n] bf16 or fp32. Returns [..., n] bf16."""
     x = x.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (weight.float() * x).to(torch.bfloat16)

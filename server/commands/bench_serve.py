@@ -230,8 +230,8 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def _show(figures: dict[str, Any], out: Console) -> None:
     phases = figures["phases"]
     prompt = next(iter(phases.values()))["prompt_tokens"]
-    title = f"{figures['streams']} requests, prompts of {prompt:.0f} tokens, {figures['max_tokens']} tokens each"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    out.print(f"{figures['streams']} requests, prompts of {prompt:.0f} tokens, {figures['max_tokens']} tokens each", style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for way in phases:
         table.add_column(way, justify="right")

@@ -199,7 +199,7 @@ def _take_turn(chat: Chat, line: str, console: Console) -> None:
     except ForebayError as error:
         console.print(error.message, style="red", markup=False)
     else:
-        console.print(turn.figures(), style="dim", markup=False)
+        console.print(turn.figures(), style="dim", markup=False, soft_wrap=True)
 
 
 def _command(chat: Chat, line: str, console: Console) -> bool:

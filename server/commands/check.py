@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
 def show(plan: Any, console: Console) -> None:
     """Print a `forebay.engine.plan.Plan` for a person."""
     total = plan.weights + plan.tables
-    table = _table("weights", "size", "bytes", title=plan.name if plan.name == plan.model else f"{plan.name} ({plan.model})")
+    console.print(plan.name if plan.name == plan.model else f"{plan.name} ({plan.model})", style="bold", markup=False)
+    table = _table("weights", "size", "bytes")
     for part, count in sorted(plan.parts.items(), key=lambda item: -item[1]):
         table.add_row(part, size(count), f"{count:,}")
     table.add_section()
@@ -85,8 +86,8 @@ def show(plan: Any, console: Console) -> None:
         console.print(f"It does not fit: {lacking} of memory are lacking (KV takes {plan.bytes_per_token} bytes per token).", style="red")
 
 
-def _table(first: str, *others: str, title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, min_width=34)
     for name in others:
         table.add_column(name, justify="right", min_width=12, style="dim" if name == "bytes" else None)

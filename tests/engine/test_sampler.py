@@ -30,7 +30,7 @@ def expected(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
     prob /= prob.sum()
     before = np.cumsum(prob[order]) - prob[order]
     prob[order[before >= p.top_p]] = 0.0
-    return prob / prob.sum()
+    return np.asarray(prob / prob.sum())
 
 
 def chi_square_z(counts: np.ndarray, prob: np.ndarray) -> float:
@@ -46,7 +46,7 @@ def chi_square_z(counts: np.ndarray, prob: np.ndarray) -> float:
         return 0.0
     statistic = float(((got - want) ** 2 / want).sum())
     k = 2 / (9 * freedom)
-    return ((statistic / freedom) ** (1 / 3) - (1 - k)) / math.sqrt(k)
+    return float(((statistic / freedom) ** (1 / 3) - (1 - k)) / math.sqrt(k))
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, states: list[SamplingState], steps: int) -> np.ndarray:
@@ -142,6 +142,9 @@ def test_ties_at_every_boundary_go_to_lower_ids() -> None:
     counts = draw(Sampler(100, frozenset()), logits, [SamplingState(settings[i % 4], [], i) for i in range(8)], 400)
     for row, size in enumerate((25, 30, 20, 1) * 2):
         assert set(np.flatnonzero(counts[row])) == set(range(size))
+    logits[:, 99] = 1.0
+    counts = draw(Sampler(100, frozenset()), logits, [SamplingState(SamplingParams(top_k=4), [], i) for i in range(8)], 100).sum(0)
+    assert set(np.flatnonzero(counts)) == {0, 1, 2, 99}
 
 
 def test_greedy_is_argmax_and_ties_go_to_the_lowest_id() -> None:
@@ -276,7 +279,11 @@ def test_a_row_does_not_depend_on_the_batch(vocab: int, threads: int) -> None:
     sampler, logits = Sampler(vocab, frozenset({EOS})), gaussian(64, vocab, 8)
 
     def states() -> list[SamplingState]:
-        return [SamplingState(p, [i, i + 1], i * 31 - 7) for i, p in enumerate(params)]
+        made = [SamplingState(p, [i, i + 1], i * 31 - 7) for i, p in enumerate(params)]
+        for i, state in enumerate(made):
+            for token in range(i % 5):
+                state.observe(token * 3)
+        return made
 
     whole = sampler.sample(logits, states())
     order = np.random.default_rng(2).permutation(64)
@@ -314,6 +321,30 @@ def test_masses_are_the_same_bits_for_one_row_and_for_64(threads: int) -> None:
             assert int(ids[i]) == int(np.searchsorted(np.cumsum(row[0].double().numpy()), want, side="right"))
 
 
+def test_draws_work_on_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = module._draw
+
+    def watched(mass: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(mass.clone())
+        return original(mass, u)
+
+    monkeypatch.setattr(module, "_draw", watched)
+    Sampler(500, frozenset()).sample(gaussian(4, 500, 16, scale=8.0), [SamplingState(p, [], 0) for p in mixed(4)])
+    assert len(seen) >= 2
+    assert all(torch.equal(mass, mass.floor()) and mass.sum() > 0 for mass in seen)
+
+
+def test_the_ends_of_the_unit_interval_draw_tokens_with_mass() -> None:
+    mass = torch.zeros(2, 192)
+    mass[:, 70], mass[:, 75], mass[1, 3] = 5.0, 2.0, 1.0
+    below_one = 1.0 - 2.0**-53
+    for u, want in ((0.0, [70, 3]), (below_one, [75, 75]), (0.5, [70, 70])):
+        ids, total = module._draw(mass, torch.full((2, 1), u, dtype=torch.float64))
+        assert ids.tolist() == want
+        assert total.flatten().tolist() == [7.0, 8.0]
+
+
 def test_seeds() -> None:
     sampler, logits = Sampler(1000, frozenset()), torch.zeros(1, 1000)
 
@@ -347,18 +378,19 @@ def test_uniforms_are_uniform_over_seeds_positions_and_draws() -> None:
     assert abs(np.corrcoef(by_position[:-1], by_position[1:])[0, 1]) < 0.06
 
 
-def test_sample_leaves_its_inputs_alone() -> None:
-    logits = gaussian(3, 130, 11)
+@pytest.mark.parametrize("vocab", [128, 130])
+def test_sample_leaves_its_inputs_alone(vocab: int) -> None:
+    logits = gaussian(3, vocab, 11)
     copy = logits.clone()
     filters: dict[str, Any] = {"top_p": 0.5, "top_k": 9, "min_p": 0.01, "allowed_token_ids": (1, 2, 4)}
     params = SamplingParams(repetition_penalty=1.5, logit_bias={4: -100}, logprobs=4, **filters)
     states = [SamplingState(p, [1], 0) for p in (params, SamplingParams(), SamplingParams(temperature=0, presence_penalty=1))]
-    first = Sampler(130, frozenset()).sample(logits, states)
+    first = Sampler(vocab, frozenset()).sample(logits, states)
     assert torch.equal(logits, copy)
-    assert first == Sampler(130, frozenset()).sample(logits, states)
-    wide = torch.zeros(130, 6)
+    assert first == Sampler(vocab, frozenset()).sample(logits, states)
+    wide = torch.zeros(vocab, 6)
     wide[:, ::2] = copy.T
-    assert first == Sampler(130, frozenset()).sample(wide[:, ::2].T, states), "a strided view is as good"
+    assert first == Sampler(vocab, frozenset()).sample(wide[:, ::2].T, states), "a strided view is as good"
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

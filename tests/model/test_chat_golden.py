@@ -12,11 +12,11 @@ from typing import Any
 
 import deepseek_recipe as recipe
 import pytest
-from turns import parse
 
 from forebay.model.chat import ChatCodec, ParseOptions
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
+from turns import parse
 
 # The package has the file of the previous release; these entries were renamed at unchanged ids.
 RENAMED = {
@@ -159,11 +159,12 @@ def test_completions(golden: Path, released: tuple[Tokenizer, Path]) -> None:
         turn = case["completion"].replace("</think>", "⟦/think⟧").replace("<think>", "⟦think⟧").replace("｜DSML｜", "⟦D⟧")
         given = case["parse_options"]
         stage = given["thinking_initial_stage"] or "Content"
+        tools = [tool["function"] for tool in case["request"].get("tools", [])]
         options = ParseOptions(
             start="calls" if given["starts_in_tool_calls"] else "reasoning" if stage.startswith("Reasoning") else "content",
             continues=stage.endswith("Continuation"),
             tools=given["parse_tool_calls"],
-            properties={t["function"]["name"]: frozenset(t["function"]["parameters"]["properties"]) for t in case["request"].get("tools", [])},
+            properties={tool["name"]: frozenset(tool["parameters"]["properties"]) for tool in tools},
             json=given["parse_json_output"],
         )
         expected = case["expected"]

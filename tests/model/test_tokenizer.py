@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from turns import byte_ids
 
 from forebay.model.chat import ChatCodec
 from forebay.model.errors import CheckpointError
 from forebay.model.tokenizer import CHAT_TOKENS, Tokenizer
+from turns import byte_ids
 
 TEXTS = [
     "",
@@ -51,7 +51,8 @@ def test_ids_come_from_spellings(folder: Path, tokenizer: Tokenizer, tmp_path: P
     ids = {entry["content"]: entry["id"] for entry in spec(folder)["added_tokens"]}
     assert tokenizer.think_end_id == ids["</think>"]
     assert tokenizer.dsml_id == ids["｜DSML｜"]
-    assert tokenizer.stop_ids == {ids[t] for t in ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>")}
+    turns = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>")
+    assert tokenizer.stop_ids == {ids[t] for t in turns}
     assert tokenizer.special_id("<｜fim▁hole｜>") == ids["<｜fim▁hole｜>"]
     assert tokenizer.special_id("the") is None
 
@@ -94,7 +95,8 @@ def test_decode_equals_the_library(tokenizer: Tokenizer, library: tokenizers.Tok
 
 
 def test_skip_special_keeps_grounding_tags(tokenizer: Tokenizer) -> None:
-    ids = [tokenizer.bos_id, tokenizer.special_id("<｜ref｜>"), *tokenizer.encode("cat"), tokenizer.think_end_id, tokenizer.eos_id, tokenizer.pad_id]
+    ref = tokenizer.special_id("<｜ref｜>")
+    ids = [tokenizer.bos_id, ref, *tokenizer.encode("cat"), tokenizer.think_end_id, tokenizer.eos_id, tokenizer.pad_id]
     assert tokenizer.decode(ids, skip_special=True) == "<｜ref｜>cat</think>"
     assert tokenizer.decode(ids).startswith("<｜begin▁of▁sentence｜>")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from forebay.server.limits import ServerOptions
 from script_engine import ScriptEngine, Served, serve
 

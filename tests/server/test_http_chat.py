@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
+
 from forebay.server.limits import ServerOptions
 from script_engine import Script, Served, serve
 
@@ -18,6 +20,12 @@ CALL = (
     "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
 )
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+
+
+def reasoning_tokens(answer: ChatCompletion) -> int | None:
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    return answer.usage.completion_tokens_details.reasoning_tokens
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,7 @@ def test_whole_answer_has_every_field(served: Served, client: openai.OpenAI) -> 
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     assert answer.model == "script"
-    assert answer.system_fingerprint and answer.system_fingerprint.startswith("fp_")
+    assert (answer.system_fingerprint or "").startswith("fp_")
     request = served.engine.requests[0]
     prompt = len(request.prompt_ids)
     sampled = len(served.engine.ids("I think.</think>An answer.")) + 1
@@ -84,7 +92,8 @@ def test_async_client_streams_many_at_once(served: Served) -> None:
             return await asyncio.gather(*(one(f"number {i}") for i in range(32)))
 
     def echo(request: Any) -> Script:
-        return Script([*served.engine.ids(f"</think>{request.prompt.text.partition('number ')[2][:2].strip('<')}"), served.engine.tokenizer.eos_id])
+        number = request.prompt.text.partition("number ")[2][:2].strip("<")
+        return Script([*served.engine.ids(f"</think>{number}"), served.engine.tokenizer.eos_id])
 
     served.engine.answer = echo
     answers = asyncio.run(run())
@@ -102,7 +111,7 @@ def test_choices_share_the_prompt_and_count_it_once(served: Served, client: open
     assert answer.usage.completion_tokens == sum(len(served.engine.ids(text)) + 1 for text in texts)
     assert len({r.request_id for r in served.engine.requests}) == 3
 
-    streamed = {i: "" for i in range(3)}
+    streamed = dict.fromkeys(range(3), "")
     finishes = []
     for chunk in client.chat.completions.create(model="script", messages=HI, n=3, seed=5, stream=True, extra_body=PLAIN):
         for choice in chunk.choices:
@@ -164,7 +173,9 @@ def test_context_overflow_has_the_sentence_that_agents_look_for(served: Served, 
 
 @pytest.mark.case("B060")
 @pytest.mark.parametrize(
-    ("effort", "number"), [("low", 50), ("high", 75), ("max", 100), ("minimal", 50), ("medium", 75), ("xhigh", 75), (1, 1), (25, 25), (50, 50), (99, 99), (100, 100), ("HIGH", 75), ("33", 33)]
+    ("effort", "number"),
+    [("low", 50), ("high", 75), ("max", 100), ("minimal", 50), ("medium", 75), ("xhigh", 75), ("HIGH", 75), ("33", 33),
+     (1, 1), (25, 25), (50, 50), (99, 99), (100, 100)],
 )  # fmt: skip
 def test_effort_values(served: Served, client: openai.OpenAI, effort: Any, number: int) -> None:
     raw = client.chat.completions.with_raw_response.create(model="script", messages=HI, reasoning_effort=effort)
@@ -196,8 +207,7 @@ def test_default_effort_is_the_operators_and_the_switch_the_callers(served: Serv
         served.engine.say("Thought.</think>Said.")
         answer = client.chat.completions.create(model="script", messages=HI, extra_body={"forebay": {"explain": True}})
         assert answer.forebay["effort"] == 33  # type: ignore[attr-defined]
-        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-        assert answer.usage.completion_tokens_details.reasoning_tokens == len(served.engine.ids("Thought."))
+        assert reasoning_tokens(answer) == len(served.engine.ids("Thought."))
     with serve(served.engine, ServerOptions(thinking_default=False)) as other, other.client() as client:
         client.chat.completions.create(model="script", messages=HI)
         prompt = served.engine.requests[-1].prompt
@@ -225,8 +235,7 @@ def test_include_reasoning_false_hides_but_counts(served: Served, client: openai
     for extra in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
         answer = client.chat.completions.create(model="script", messages=HI, extra_body=extra)
         assert not hasattr(answer.choices[0].message, "reasoning_content")
-        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-        assert answer.usage.completion_tokens_details.reasoning_tokens
+        assert reasoning_tokens(answer)
         chunks = client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=extra)
         assert "secret" not in "".join(chunk.model_dump_json() for chunk in chunks)
 
@@ -251,7 +260,8 @@ def test_reasoning_comes_back_in_histories(served: Served, client: openai.OpenAI
 def test_empty_contents_of_call_turns_render_alike(served: Served, client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
-        history: Any = [*HI, {"role": "assistant", "tool_calls": [call], **content}, {"role": "tool", "tool_call_id": "call_1", "content": "x"}]
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
+        history: Any = [*HI, {"role": "assistant", "tool_calls": [call], **content}, result]
         client.chat.completions.create(model="script", messages=history, tools=[LOOK])
     assert len({r.prompt.text for r in served.engine.requests if r.prompt}) == 1
     client.chat.completions.create(model="script", messages=[*HI, {"role": "assistant", "content": ""}, *HI])
@@ -324,8 +334,8 @@ def test_finish_reason_agrees_with_the_message(
 
 def test_request_fields_reach_the_engine(served: Served, client: openai.OpenAI) -> None:
     body = {
-        "temperature": 0.5, "top_p": 0.4, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.2, "presence_penalty": -0.3, "repetition_penalty": 1.1,
-        "logit_bias": {"5": -100, "6": 3.5}, "seed": -4, "max_tokens": 9, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [8],
+        "temperature": 0.5, "top_p": 0.4, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.2, "presence_penalty": -0.3,
+        "repetition_penalty": 1.1, "logit_bias": {"5": -100, "6": 3.5}, "seed": -4, "max_tokens": 9, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [8],
         "allowed_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 3,
         "priority": -5, "cache_salt": "tenant-1", "forebay": {"prefill": "exact"},
     }  # fmt: skip

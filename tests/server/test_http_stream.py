@@ -11,14 +11,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
+
 from forebay.engine.types import QueueFullError, TokenLogprob
 from forebay.server.limits import ServerOptions
-from openai.types.chat import ChatCompletionChunk
 from script_engine import Script, ScriptEngine, Served, serve
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 PLAIN = {"thinking": {"type": "disabled"}}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "write", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}}}]
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "write", "parameters": PARAMETERS}}]
 
 
 def events(served: Served, **body: Any) -> Iterator[str]:
@@ -52,7 +54,7 @@ def block(text: str) -> str:
 
 
 @pytest.mark.case("B068")
-@pytest.mark.parametrize("said", ["Thinking.</think>Answer.", "Thinking.</think>Look:\n\n" + block("x") , "Only thinking"])  # fmt: skip
+@pytest.mark.parametrize("said", ["Thinking.</think>Answer.", "Thinking.</think>Look:\n\n" + block("x"), "Only thinking"])
 def test_every_chunk_has_the_official_shape(served: Served, said: str) -> None:
     served.engine.say(said)
     received = chunks(served, tools=TOOLS)
@@ -86,8 +88,9 @@ def test_usage_only_when_asked_for(served: Served, asked: dict[str, Any] | None)
 @pytest.mark.case("B066")
 @pytest.mark.parametrize("stream", [False, None])
 def test_stream_options_without_stream_are_refused(client: openai.OpenAI, stream: Any) -> None:
+    extra = {"stream": stream, "stream_options": {"include_usage": True}}
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="script", messages=HI, extra_body={"stream": stream, "stream_options": {"include_usage": True}})
+        client.chat.completions.create(model="script", messages=HI, extra_body=extra)
     assert error.value.param == "stream_options"
 
 
@@ -195,7 +198,8 @@ def test_one_logprob_entry_for_each_token(served: Served, client: openai.OpenAI,
     fields = {"logprobs": True, "top_logprobs": alternatives, **PLAIN}
     whole = client.chat.completions.create(model="script", messages=HI, extra_body=fields)
     logprobs = whole.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
+    assert logprobs is not None
+    assert logprobs.content is not None
     assert whole.usage is not None
     assert len(logprobs.content) == len(tokens) == whole.usage.completion_tokens
     for place, entry in enumerate(logprobs.content):
@@ -278,7 +282,8 @@ def test_error_before_the_start_is_a_status(served: Served, client: openai.OpenA
     with pytest.raises(openai.InternalServerError) as error:
         client.chat.completions.create(model="script", messages=HI, stream=stream)
     assert error.value.status_code == 500
-    assert error.value.request_id and error.value.request_id in error.value.message
+    assert error.value.request_id is not None
+    assert error.value.request_id in error.value.message
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])

@@ -1,0 +1,157 @@
+"""Prefill and decode of the network alone, without HTTP: bounded against exact prefill, and step time by context length."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from forebay.engine.llm import LLM
+from forebay.engine.types import EngineError, PrefillMode, Request, SamplingParams
+from forebay.model.errors import ConfigError
+from forebay.server.cli import read_settings
+from forebay.server.config import Config
+
+SEED = 20_261_129  # prompts are the same in every run
+WARM_UP_STEPS = 3  # decode steps after a prefill that are not timed
+
+
+def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[str, Any], bool]:
+    """Run `bench prefill` or `bench decode`. Returns the figures; the flag is always true, since nothing is judged here."""
+    config, _ = read_settings(args)
+    torch.set_num_threads(config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    figures = prefill(args, config, err) if args.bench == "prefill" else decode(args, config, err)
+    _show(figures, out)
+    return figures, True
+
+
+def prefill(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
+    """Seconds of a prompt's prefill (to its first token) in both modes, interleaved; every prompt is new, so nothing is reused."""
+    modes: tuple[PrefillMode, ...] = ("bounded", "exact")
+    models = {mode: _model(config, mode, args.tokens + 1) for mode in modes}
+    numbers = random.Random(SEED)
+    for model in models.values():
+        _prefill_once(model, _prompt(numbers, model, min(args.tokens, 256)))
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for repeat in range(args.repeats):
+        prompt = _prompt(numbers, models["bounded"], args.tokens)
+        for mode, model in models.items():
+            seconds[mode].append(_prefill_once(model, prompt))
+        shown = ", ".join(f"{mode} {values[-1]:.3f} s" for mode, values in seconds.items())
+        err.print(f"run {repeat + 1} of {args.repeats}: {shown}", style="dim")
+    medians = {mode: statistics.median(values) for mode, values in seconds.items()}
+    return {
+        "measured": f"prefill of {args.tokens:,} tokens, {_where(config)}",
+        "tokens": args.tokens,
+        "seconds": seconds,
+        "rows": {mode: {"median, ms": median * 1000, "tokens/s": args.tokens / median} for mode, median in medians.items()},
+        "ratio": medians["bounded"] / medians["exact"],
+        "ratio_of": "bounded / exact",
+    }
+
+
+def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
+    """Seconds of a decode step of one sequence at each context length, the lengths visited in turn."""
+    contexts = _contexts(args.contexts)
+    longest = max(contexts) + WARM_UP_STEPS + args.steps + 2
+    model = _model(config, config.engine.prefill, longest, sequences=len(contexts))
+    numbers = random.Random(SEED)
+    prompts = {length: _prompt(numbers, model, length) for length in contexts}
+    seconds: dict[str, list[float]] = {f"{length:,}": [] for length in contexts}
+    for repeat in range(args.repeats):
+        for length, prompt in prompts.items():
+            steps = _decode_steps(model, prompt, args.steps)
+            seconds[f"{length:,}"] += steps
+            err.print(f"visit {repeat + 1} of {args.repeats} to {length:,}: {statistics.median(steps) * 1000:.2f} ms a step", style="dim")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    first, last = f"{min(contexts):,}", f"{max(contexts):,}"
+    return {
+        "measured": f"decode step of one sequence, {_where(config)}",
+        "contexts": contexts,
+        "seconds": seconds,
+        "rows": {name: {"median, ms": median * 1000, "steps/s": 1 / median} for name, median in medians.items()},
+        "ratio": medians[last] / medians[first],
+        "ratio_of": f"{last} / {first}",
+    }
+
+
+def _where(config: Config) -> str:
+    return f"{config.model.path} on {config.engine.device}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 1) -> LLM:
+    engine = config.engine
+    model = LLM(
+        config.model.path,
+        device=engine.device,
+        prefill=mode,
+        max_sequences=max(sequences, 2),
+        encoder_tokens=engine.encoder_tokens,
+        decoder_tokens=engine.decoder_tokens,
+        kv_tokens=config.cache.kv_tokens or (sequences + 1) * (context + 1024),
+        weight_cache_bytes=engine.weight_cache_bytes,
+        aging_s=0.0,
+    )
+    if context > model.engine.max_context:
+        raise ConfigError(f"bench: {context} tokens are needed, the context of {config.model.path} is {model.engine.max_context}")
+    return model
+
+
+def _prompt(numbers: random.Random, model: LLM, tokens: int) -> list[int]:
+    """Random ordinary tokens."""
+    special = model.tokenizer.stop_ids
+    ids = [i for i in range(model.tokenizer.vocab_size) if i not in special and i != model.tokenizer.image_id]
+    return numbers.choices(ids, k=tokens)
+
+
+def _prefill_once(model: LLM, prompt: list[int]) -> float:
+    began = time.perf_counter()
+    model.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    return time.perf_counter() - began
+
+
+def _decode_steps(model: LLM, prompt: list[int], count: int) -> list[float]:
+    """Prefill (or reuse) a prompt, then time `count` decode steps of it alone."""
+    engine = model.engine
+    engine.sink = lambda events: None
+    request = Request(prompt, SamplingParams(temperature=0.0, max_tokens=WARM_UP_STEPS + count + 1, ignore_eos=True))
+    engine.submit(request)
+    seconds = []
+    while engine.busy:
+        report = engine.step()
+        if report.rows and report.rows == report.decode_rows:
+            seconds.append(report.seconds)
+    if len(seconds) < count:
+        raise EngineError(f"{len(seconds)} decode steps ran, {count} were asked for")
+    return seconds[-count:]
+
+
+def _contexts(text: str) -> list[int]:
+    try:
+        contexts = [int(part) for part in text.split(",")]
+    except ValueError:
+        contexts = []
+    if len(contexts) < 2 or min(contexts) < 1:
+        raise ConfigError(f"bench: --contexts takes two or more lengths such as 1024,16384, got {text!r}")
+    return contexts
+
+
+def _show(figures: dict[str, Any], out: Console) -> None:
+    out.print(figures["measured"], style="bold", markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    columns = next(iter(figures["rows"].values()))
+    for name in columns:
+        table.add_column(name, justify="right")
+    for name, row in figures["rows"].items():
+        table.add_row(name, *(f"{row[column]:,.2f}" for column in columns))
+    out.print(table)
+    out.print(f"{figures['ratio_of']}: {figures['ratio']:.3f}", style="bold")

@@ -1,0 +1,154 @@
+"""Forward passes by hand: sequences whose rows a test chooses itself, and what they leave in the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forebay.engine.batcher import Row
+from forebay.engine.llm import LLM
+from forebay.engine.output import OutputProcessor
+from forebay.engine.sampler import SamplingState
+from forebay.engine.sequence import Sequence as EngineSequence
+from forebay.engine.types import Request, SamplingParams
+
+ENCODER_ONLY = 1 << 40  # as `decoder_from`: no row runs the decoder half
+
+
+class Hand:
+    """One sequence in an engine's cache, moved forward row by row.
+
+    Its blocks and its window are poisoned first, so whatever is read before it was written shows as NaN or as other logits.
+    """
+
+    def __init__(self, llm: LLM, tokens: Sequence[int], prompt_tokens: int | None = None) -> None:
+        """`tokens` are all that will ever be fed; `prompt_tokens` of them count as the prompt (all by default)."""
+        engine = llm.engine
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        request = Request(list(tokens), params)
+        output = OutputProcessor(llm.tokenizer, (), frozenset(), parser=None)
+        self.llm, self.runner, self.manager = llm, engine.runner, engine.manager
+        cache = self.manager.sequence()
+        self.sequence = EngineSequence(request, cache, SamplingState(params, tokens, 0), output, "exact", 1, 0)
+        if prompt_tokens is not None:
+            self.sequence.prompt_tokens = prompt_tokens
+        plan = self.manager.open(cache, list(tokens), reuse=False)
+        assert plan is not None, "the test's pool is too small"
+        self.slot, self.table = cache.slot, torch.tensor(cache.table)
+        self.runner.windows.poison(self.slot)
+        self.runner.blocks.poison(cache.table)
+
+    def __enter__(self) -> Hand:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.manager.release(self.sequence.cache, keep=False)
+
+    def row(
+        self,
+        start: int,
+        stop: int,
+        *,
+        write_from: int | None = None,
+        window_from: int = 0,
+        decoder_from: int = 0,
+        decoder_window_from: int = 0,
+        wants_logits: bool = False,
+    ) -> Row:
+        floor = start if write_from is None else write_from
+        return Row(self.sequence, start, stop, floor, window_from, decoder_from, decoder_window_from, wants_logits)
+
+    def feed(self, *cuts: int, **floors: int) -> Tensor:
+        """Run [cuts[0], cuts[1]), [cuts[1], cuts[2]), ... -> logits of the rows that ran the decoder half, [n, vocab]."""
+        parts = [step(self.llm, [self.row(a, b, **floors)])[0] for a, b in zip(cuts, cuts[1:], strict=False)]
+        return torch.cat(parts)
+
+    def entries(self) -> dict[int, Tensor]:
+        """Stored bytes by source layer, [entries the table has room for, entry bytes]; row j is entry j."""
+        found = {}
+        for layer, views in self.runner.blocks.views.items():
+            planes = (views.main_codes, views.main_scales, views.index_codes, views.index_scales)
+            found[layer] = torch.cat([p[self.table].flatten(0, 1) for p in planes], 1)
+        return found
+
+    def stored(self, tokens: int) -> dict[str, Tensor]:
+        """All bytes that `tokens` tokens leave: entries, the window ring's valid rows and the open group."""
+        layout = self.runner.layout
+        ratios = {source.layer: source.ratio for source in layout.sources}
+        found = {f"layer{layer}.entries": rows[: tokens // ratios[layer]] for layer, rows in self.entries().items()}
+        valid = torch.arange(max(0, tokens - layout.window), tokens) % layout.window
+        found["windows"] = self.runner.windows.data[self.slot][:, valid].clone()
+        for layer, place in self.runner.windows.pending_index.items():
+            held = tokens % ratios[layer]
+            found[f"layer{layer}.open"] = self.runner.windows.pending[self.slot, place, :held].clone()
+        return found
+
+    def copy_entries(self, other: Hand) -> None:
+        """Take over the blocks of another sequence, as if both had been admitted on the same cached prefix."""
+        count = min(len(self.table), len(other.table))
+        data = self.runner.blocks.data
+        data[self.table[:count]] = data[other.table[:count]]
+
+
+def step(llm: LLM, rows: Sequence[Row], record: dict[str, list[Tensor]] | None = None) -> list[Tensor]:
+    """One forward pass over `rows` -> per row the logits of its decoder rows, [decoder rows, vocab] fp32."""
+    runner = llm.engine.runner
+    batch = runner.batch(rows, record)
+    streams = runner.backbone.encode(batch)
+    chosen = batch.decoder_rows()
+    if chosen is None:
+        return [torch.empty((0, llm.config.vocab_size)) for _ in rows]
+    logits = runner.backbone.logits(runner.backbone.decode(streams, chosen))
+    return list(logits.split([row.decoder_rows for row in rows]))
+
+
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str = "") -> None:
+    """Every tensor bit-equal, the first difference named."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        report = difference(found[name], value)
+        assert report is None, f"{where} {name}: {report}"
+
+
+def difference(found: Tensor, wanted: Tensor) -> str | None:
+    """None if bit-equal (NaN equals NaN), else where and how far they differ."""
+    if found.shape != wanted.shape:
+        return f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    if found.dtype != wanted.dtype:
+        return f"dtype {found.dtype}, wanted {wanted.dtype}"
+    a, b = found.contiguous(), wanted.contiguous()
+    wrong = a.view(torch.uint8) != b.view(torch.uint8) if a.numel() else torch.zeros(0, dtype=torch.bool)
+    if not bool(wrong.any()):
+        return None
+    rows = sorted({int(i) for i in (wrong.view(a.shape[0], -1).any(1)).nonzero().flatten()})
+    far = (a.double() - b.double()).abs().max().item()
+    return f"rows {rows[:8]}{'...' if len(rows) > 8 else ''} of {a.shape[0]} differ, by at most {far:.3g}"
+
+
+def ulps(found: Tensor, wanted: Tensor) -> int:
+    """Largest distance of two fp32 tensors of equal signs in units in the last place."""
+    return int((found.contiguous().view(torch.int32).long() - wanted.contiguous().view(torch.int32).long()).abs().max())
+
+
+@dataclass(frozen=True)
+class GoldenSequence:
+    """One sequence of a tiny checkpoint: `ids`, and the tensors of its file and of its trace, if it has one."""
+
+    name: str
+    ids: list[int]
+    tensors: dict[str, Tensor]
+    trace: dict[str, Tensor] | None
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> GoldenSequence:
+        listed: list[dict[str, Any]] = json.loads((folder / "sequences.json").read_text("utf-8"))["sequences"]
+        ids = next(s["input_ids"] for s in listed if s["name"] == name)
+        trace = folder / f"trace_{name}.safetensors"
+        return cls(name, ids, load_file(folder / f"seq_{name}.safetensors"), load_file(trace) if trace.is_file() else None)
