@@ -68,13 +68,19 @@ class CacheStats:
 class CacheManager:
     """Admission, growth, prefix reuse and release over one BlockPool and one WindowPool."""
 
-    def __init__(self, layout: KVLayout, pool: BlockPool, windows: WindowPool, fingerprint: str, prefix_reuse: bool = True) -> None:
-        """`fingerprint` names weights, configuration and tokenizer; caches of different models never share a key."""
+    def __init__(
+        self, layout: KVLayout, pool: BlockPool, windows: WindowPool, fingerprint: str, prefix_reuse: bool = True, *, poison: bool = False
+    ) -> None:
+        """`fingerprint` names weights, configuration and tokenizer; caches of different models never share a key.
+
+        `poison` fills every block and slot that is handed out with values that show (for finding reads of what was never written).
+        """
         self.layout = layout
         self.pool = pool
         self.windows = windows
         self.fingerprint = fingerprint
         self.prefix_reuse = prefix_reuse
+        self.poison = poison
         self.index = PrefixIndex(pool, least_hit_blocks(layout.window, layout.block_tokens))
 
     @property
@@ -97,9 +103,9 @@ class CacheManager:
     def open(self, seq: SequenceCache, tokens: Sequence[int], *, reuse: bool = True, at_most: int | None = None) -> ResumePlan | None:
         """Admit a sequence whose known tokens are `tokens` (the prompt; after a preemption also what was generated).
 
-        Takes a window slot, the cached prefix if `reuse` (no more than `at_most` tokens of it), and blocks for all of `tokens` plus one, in one step. Returns where to
-        resume, or None when there is no room now: then nothing has changed and the caller tries again later. Whatever
-        `never_fits(len(tokens))` refuses would stay None for ever.
+        Takes a window slot, the cached prefix if `reuse` (no more than `at_most` tokens of it), and blocks for all of `tokens` plus one,
+        in one step. Returns where to resume, or None when there is no room now: then nothing has changed and the caller tries again
+        later. Whatever `never_fits(len(tokens))` refuses would stay None for ever.
         """
         if seq.is_open:
             raise CacheBookkeepingError("the sequence is open already")
@@ -125,6 +131,8 @@ class CacheManager:
         self.index.acquire(hit)
         seq.table = hit + self._take(fresh)
         seq.slot = self.windows.allocate()
+        if self.poison:
+            self.windows.poison(seq.slot)
         seq.committed = len(hit)
         seq.own_from = len(hit) if seq.own_from is None else min(seq.own_from, len(hit))
         seq.plan = plan
@@ -145,6 +153,10 @@ class CacheManager:
     def writable_from(self, seq: SequenceCache) -> int:
         """Write floor in tokens: every block below it is shared or may be, and must not change any more."""
         return seq.committed * self.layout.block_tokens
+
+    def contents(self, seq: SequenceCache) -> tuple[int, ...]:
+        """What the committed blocks hold, a number each: the same number later means the very same bytes. 0 for a private block."""
+        return tuple(self.index.serial(block) for block in seq.table[: seq.committed])
 
     def commit(self, seq: SequenceCache, tokens: Sequence[int], upto: int) -> list[int]:
         """Declare the entries of all positions below `upto` written and final; full blocks among them become reusable.
@@ -229,7 +241,10 @@ class CacheManager:
     def _take(self, n: int) -> list[int]:
         """Allocate `n` blocks that `available_blocks` has promised."""
         self.index.evict(n - self.pool.free)
-        return self.pool.allocate(n)
+        blocks = self.pool.allocate(n)
+        if self.poison and blocks:
+            self.pool.poison(blocks)
+        return blocks
 
     def _register(self, seq: SequenceCache, full: int) -> list[int]:
         """Cache blocks [committed, full) of the table, and again any before them whose cached twin was evicted meanwhile."""

@@ -72,12 +72,16 @@ class KeyChain:
 
 
 class _Node:
-    """A cached block. `active` counts why it must stay: sequences use it (counted once), and children that must stay."""
+    """A cached block. `active` counts why it must stay: sequences use it (counted once), and children that must stay.
 
-    __slots__ = ("active", "block", "children", "key", "parent")
+    `serial` is never given twice: it names these bytes, where `key` only names what they stand for.
+    """
 
-    def __init__(self, key: bytes, block: int, parent: _Node | None) -> None:
+    __slots__ = ("active", "block", "children", "key", "parent", "serial")
+
+    def __init__(self, key: bytes, block: int, parent: _Node | None, serial: int) -> None:
         self.key = key
+        self.serial = serial
         self.block = block
         self.parent = parent
         self.children = 0
@@ -106,6 +110,7 @@ class PrefixIndex:
         self._by_key: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._idle: OrderedDict[int, _Node] = OrderedDict()  # by block id, first to leave first
+        self._serials = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -124,6 +129,11 @@ class PrefixIndex:
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
+
+    def serial(self, block: int) -> int:
+        """Number of the cached content of `block`, 0 if it is not cached. The same number later means the same bytes."""
+        node = self._by_block.get(block)
+        return node.serial if node is not None else 0
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached chain that `keys` starts with. Changes nothing; `acquire` what is used."""
@@ -176,7 +186,8 @@ class PrefixIndex:
         if block in self._by_block:
             raise CacheBookkeepingError(f"block {block} is already cached under another key")
         self.pool.retain((block,))
-        node = self._by_key[key] = self._by_block[block] = _Node(key, block, above)
+        self._serials += 1
+        node = self._by_key[key] = self._by_block[block] = _Node(key, block, above, self._serials)
         if above is not None:
             above.children += 1
         self._activate(node)

@@ -41,25 +41,23 @@ class Batcher:
         self.window, self.encoder_tokens, self.decoder_tokens = window, encoder_tokens, decoder_tokens
 
     def compose(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> list[Row]:
-        """Rows of one step. `prefilling` is in order of urgency; the shortest remainders share what the most urgent one leaves.
+        """Rows of one step. `prefilling` is in order of urgency; all but the most urgent one are served shortest first.
 
-        The first sequence always gets at least a quarter of the budget, so a long prompt goes on while short ones pass it, and short
-        ones, served shortest first, need not wait for it.
+        A quarter of what decoding leaves is held for the most urgent one, so a long prompt goes on while short ones pass it, and short
+        ones need not wait for it. Prefill never stands still: at least one prompt token runs, however many rows decode.
         """
         rows = [self.row(s, len(s.tokens)) for s in decoding]
-        encoder, decoder = self.encoder_tokens - len(rows), self.decoder_tokens - len(rows)
         queue = list(prefilling)
         if not queue:
             return rows
-        share = max(1, min(queue[0].remaining, max(encoder // 4, 1)))
-        order = sorted(range(len(queue)), key=lambda i: (queue[i].remaining, i))
-        held = share
-        for i in order:
-            sequence = queue[i]
-            allowance = encoder if i == 0 else encoder - held
-            if i == 0:
-                held = 0
-            row = self._chunk(sequence, allowance, decoder)
+        encoder, decoder = max(1, self.encoder_tokens - len(rows)), max(1, self.decoder_tokens - len(rows))
+        first = queue[0]
+        held = self._chunk(first, max(1, encoder // 4), max(1, decoder // 4))
+        held_encoder, held_decoder = (held.stop - held.start, held.decoder_rows) if held is not None else (0, 0)
+        for sequence in sorted(queue, key=lambda s: s.remaining):
+            if sequence is first:
+                held_encoder = held_decoder = 0
+            row = self._chunk(sequence, encoder - held_encoder, decoder - held_decoder)
             if row is not None:
                 rows.append(row)
                 encoder -= row.stop - row.start

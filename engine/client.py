@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Literal
 
 from forebay.engine.metrics import Metrics
 from forebay.engine.types import EngineError, OutputEvent, Request, UnavailableError
 from forebay.engine.worker import Engine
 from forebay.model.chat import ChatCodec
+from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
 
 State = Literal["loading", "ready", "draining", "dead"]
 
 IDLE_WAIT_S = 1.0  # how often an idle engine shows that it lives
 FAILURES_TO_DIE = 3  # steps in a row that may break before the engine gives up
+LONG_PROMPT = 4096  # tokens from which a request is prepared in a thread
+LAST_STEP_S = 5.0  # how long a drain whose time is over waits for the step in flight
 
 log = logging.getLogger("forebay.engine")
 
@@ -38,6 +42,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="forebay-engine", daemon=True)
         self._stopping = False
+        self._dead = False
         self._progress = time.monotonic()
         engine.sink = self._sink
 
@@ -52,31 +57,34 @@ class EngineClient:
         """Seconds since the engine last finished a step or showed that it was idle."""
         return time.monotonic() - self._progress
 
-    async def submit(self, request: Request) -> AsyncIterator[OutputEvent]:
+    async def submit(self, request: Request) -> AsyncGenerator[OutputEvent, None]:
         """Events of one request, the last one with a `finish_reason`. Leaving the iterator early aborts the request.
 
         Raises (before the first event): UnavailableError, QueueFullError, RequestError.
         """
         if self.state != "ready":
-            self.metrics.request_rejected("draining" if self.state == "draining" else "unavailable")
+            self.metrics.request_rejected(self.state)
             raise UnavailableError(f"the server is {self.state}" + (f": {self.reason}" if self.reason else ""), code=self.state)
+        # Walks the whole prompt: off the loop when it is long. Nothing is queued by it, so it may be cancelled at any time.
+        long = len(request.prompt_ids) > LONG_PROMPT
+        sequence = await asyncio.to_thread(self.engine.prepare, request) if long else self.engine.prepare(request)
+        name = request.request_id
+        if name in self._queues:
+            raise RequestError(f"a request with the id {name!r} is running", param="request_id")
         queue: asyncio.Queue[OutputEvent] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        done = False
+        self._queues[name] = queue
+        done = True
         try:
-            # Building the sequence walks the whole prompt: off the loop when it is long.
-            if len(request.prompt_ids) > 4096:
-                await asyncio.to_thread(self.engine.submit, request)
-            else:
-                self.engine.submit(request)
+            self.engine.enqueue(sequence)
+            done = False
             while not done:
                 event = await queue.get()
                 done = event.finish_reason is not None
                 yield event
         finally:
-            self._queues.pop(request.request_id, None)
+            del self._queues[name]
             if not done:
-                self.engine.abort(request.request_id)
+                self.engine.abort(name)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -87,15 +95,21 @@ class EngineClient:
             return False
         self.state, self.reason = "draining", "the server is shutting down"
         self.metrics.ready(False)
-        deadline = time.monotonic() + grace_s
         self.engine.refuse_waiting(UnavailableError("the server is shutting down", code="draining"))
-        while self.engine.busy and time.monotonic() < deadline and self._thread.is_alive():
-            await asyncio.sleep(0.05)
-        finished = not self.engine.busy
-        if not finished:
-            self.engine.end_all(UnavailableError("the server shut down before this request finished", code="draining"))
-            await asyncio.sleep(0.1)
-        return finished
+        if await self._idle_within(grace_s):
+            return not self._dead
+        self.engine.end_all(UnavailableError("the server shut down before this request finished", code="draining"))
+        await self._idle_within(LAST_STEP_S)
+        return False
+
+    async def _idle_within(self, seconds: float) -> bool:
+        """Whether the engine runs out of work in that time."""
+        deadline = time.monotonic() + seconds
+        while self.engine.busy and self._thread.is_alive():
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(min(0.02, seconds))
+        return True
 
     async def stop(self) -> None:
         """Stop stepping. Requests that still run end with an error."""
@@ -108,7 +122,21 @@ class EngineClient:
             await asyncio.to_thread(self._thread.join, 30.0)
 
     def _run(self) -> None:
-        """The stepping thread."""
+        """The stepping thread. However it ends, nobody is left waiting for an event."""
+        try:
+            reason = self._step_until_stopped()
+        except BaseException:
+            log.exception("the stepping thread broke")
+            reason = "its thread broke"
+        if reason is None:
+            self.engine.fail_all(UnavailableError("the server stopped", code="stopped"))
+            return
+        self.state, self.reason, self._dead = "dead", reason, True
+        self.metrics.ready(False)
+        self.engine.fail_all(EngineError(f"the engine stopped: {reason}", code="engine_dead"))
+
+    def _step_until_stopped(self) -> str | None:
+        """Step while there is work; why the engine cannot go on, or None when it was stopped."""
         failures = 0
         while not self._stopping:
             self._progress = time.monotonic()
@@ -122,24 +150,20 @@ class EngineClient:
                 failures += 1
                 log.exception("a step failed (%d of %d before the engine stops)", failures, FAILURES_TO_DIE)
                 if failures >= FAILURES_TO_DIE:
-                    self._die(f"{failures} steps in a row failed")
-                    return
+                    return f"{failures} steps in a row failed"
                 continue
-            failures = 0
-            if not report.rows:
+            if report.rows:
+                failures = 0
+            else:
                 # Nothing fits right now (or only bookkeeping was done): do not spin.
                 self.engine.wake.wait(0.005)
                 self.engine.wake.clear()
-        self.engine.fail_all(UnavailableError("the server stopped", code="stopped"))
-
-    def _die(self, reason: str) -> None:
-        self.state, self.reason = "dead", reason
-        self.metrics.ready(False)
-        self.engine.fail_all(EngineError(f"the engine stopped: {reason}", code="engine_dead"))
+        return None
 
     def _sink(self, events: list[OutputEvent]) -> None:
         """Once per step, from the stepping thread."""
-        if self._loop is not None and not self._loop.is_closed():
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[OutputEvent]) -> None:

@@ -46,7 +46,7 @@ def build_engine(
     """An engine over opened weights. With `chat`, the tokenizer must have the tokens of the chat encoding.
 
     Raises:
-        ConfigError: the device is not there, or the pool cannot hold one sequence.
+        ConfigError: the device is not there.
     """
     options = options or EngineOptions()
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -61,12 +61,9 @@ def build_engine(
     blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings), device)
     windows = WindowPool(layout, config, options.max_sequences + 1, device)
     identity = f"{weights.fingerprint}/{tokenizer.fingerprint}"
-    manager = CacheManager(layout, blocks, windows, identity, prefix_reuse=options.prefix_reuse)
+    manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
     metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window)
-    engine = Engine(Runner(backbone, blocks, windows), manager, tokenizer, options, metrics, prefill=prefill, codec=codec)
-    gc.collect()
-    gc.freeze()  # weights and tables live for ever; later collections need not walk them
-    return engine
+    return Engine(Runner(backbone, blocks, windows), manager, tokenizer, options, metrics, prefill=prefill, codec=codec)
 
 
 def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int) -> int:
@@ -88,12 +85,19 @@ def build_client(
     prefill: PrefillMode = "bounded",
     options: EngineOptions | None = None,
     progress: Progress | None = None,
+    cache_dir: Path | None = None,
 ) -> EngineClient:
-    """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes."""
+    """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes.
+
+    `cache_dir` is where a demo checkpoint is built and kept; None for the user's cache folder.
+    """
     torch.set_num_threads(threads)
-    source = resolve(model)
+    source = resolve(model, cache_dir)
     weights = source.open(scan=True, progress=progress)
     name = model_name or source.name
-    engine = build_engine(weights, model_name=name, device=device, prefill=prefill, options=options)
+    engine = build_engine(weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress)
     assert engine.codec is not None
+    # A server keeps its weights and tables for ever; later collections need not walk them. The process of an `LLM` is its caller's.
+    gc.collect()
+    gc.freeze()
     return EngineClient(engine, engine.codec, name)

@@ -34,9 +34,9 @@ class LLM:
     """
 
     def __init__(self, path: str, device: str = "cpu", prefill: PrefillMode = "bounded", **engine_options: Any) -> None:
-        unknown = sorted(set(engine_options) - set(EngineOptions.__dataclass_fields__))
-        if unknown:
-            raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(EngineOptions.__dataclass_fields__)}", param=unknown[0])
+        known = EngineOptions.__dataclass_fields__
+        if unknown := sorted(set(engine_options) - set(known)):
+            raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}", param=unknown[0])
         source = resolve(str(path))
         options = EngineOptions(**engine_options)
         self.engine: Engine = build_engine(
@@ -46,7 +46,9 @@ class LLM:
         self.config = self.engine.runner.backbone.config
 
     def generate(
-        self, prompts: str | SequenceOf[str] | SequenceOf[int] | SequenceOf[SequenceOf[int]], params: SamplingParams | SequenceOf[SamplingParams] | None = None
+        self,
+        prompts: str | SequenceOf[str] | SequenceOf[int] | SequenceOf[SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[Output]:
         """Generate for every prompt, all in one continuous batch.
 
@@ -58,6 +60,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or parameter that cannot be used; nothing is generated.
+            EngineError: the engine failed at one of them.
         """
         token_lists = self._token_lists(prompts)
         many = list(params) if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(token_lists)
@@ -66,28 +69,28 @@ class LLM:
         requests = []
         for ids, chosen in zip(token_lists, many, strict=True):
             for i in range(chosen.n):
-                seed = None if chosen.seed is None else chosen.seed + i
+                seed = None if chosen.seed is None else (chosen.seed + i + 2**63) % 2**64 - 2**63
                 requests.append(Request(ids, replace(chosen, n=1, seed=seed)))
-        results = {request.request_id: _Collected(request) for request in requests}
-        self.engine.sink = lambda events: _collect(events, results)
-        sequences: dict[str, Sequence] = {}
+        engine = self.engine
+        sequences = [engine.prepare(request) for request in requests]  # all of them are checked before the first one runs
+        results = {sequence.id: _Collected(sequence) for sequence in sequences}
+        engine.sink = lambda events: _collect(events, results)
         try:
-            for request in requests:
-                self._submit(request, sequences)
-            while self.engine.busy:
-                self.engine.step()
+            for sequence in sequences:
+                # A list of prompts may be longer than the queue.
+                while engine.queued >= engine.options.max_queued_requests:
+                    engine.step()
+                engine.enqueue(sequence)
+            while engine.busy:
+                engine.step()
         except BaseException:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            self.engine.step()
+            for sequence in sequences:
+                engine.abort(sequence.id)
+            engine.settle()
             raise
-        return [results[r.request_id].output(sequences[r.request_id]) for r in requests]
-
-    def _submit(self, request: Request, sequences: dict[str, Sequence]) -> None:
-        """Queue one request, stepping while the queue is full: a list of prompts may be longer than it."""
-        while self.engine.queued >= self.engine.options.max_queued_requests:
-            self.engine.step()
-        sequences[request.request_id] = self.engine.submit(request)
+        finally:
+            engine.sink = lambda events: None
+        return [found.output() for found in results.values()]
 
     def score(self, token_ids: SequenceOf[int]) -> Tensor:
         """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache."""
@@ -98,13 +101,14 @@ class LLM:
 
         Returns (T tokens, S streams, D hidden, N = T // ratio entries of a source):
             logits [T, vocab] fp32;
-            encoder.out_h [T, S, D] bf16, encoder.out_pre_mix [T, S] fp32, encoder.collapsed [T, D] bf16, encoder.decoder_attn_in [T, D] bf16:
-                the streams that enter the decoder half, their collapse weights, the collapse, and the first decoder layer's input;
+            encoder.out_h [T, S, D] bf16, encoder.out_pre_mix [T, S] fp32: the streams that enter the decoder half, their collapse weights;
+            encoder.collapsed [T, D] bf16, encoder.decoder_attn_in [T, D] bf16: the collapse, and the first decoder layer's input;
             layerL.topk [T, index_topk] int64, ascending, -1 filled: selected entries of each index source;
             layerL.router_indices [T, k] int64, best first, layerL.router_weights [T, k] fp32;
             layerL.attn_in, attn_out, ffn_in, ffn_out [T, D] bf16; layerL.engram_rows [T, columns] int64;
             per source: layerL.kv_bytes [N, entry bytes] uint8 as stored (main codes, main scales, index codes, index scales), and decoded
-            layerL.main_kv_code [N, head_dim] uint8, main_kv_scale [N, head_dim/16] fp32, main_kv [N, head_dim] bf16, index_k [N, index_dim] bf16.
+            layerL.main_kv_code [N, head_dim] uint8, main_kv_scale [N, head_dim/16] fp32, main_kv [N, head_dim] bf16,
+            layerL.index_k [N, index_dim] bf16.
         """
         record: dict[str, list[Tensor]] = {}
         kept: dict[str, Tensor] = {}
@@ -124,7 +128,8 @@ class LLM:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         request = Request(ids, params, prefill="exact")
         if len(ids) > engine.max_context:
-            raise RequestError(f"{len(ids)} tokens exceed the context of {engine.max_context}", param="token_ids", code="context_length_exceeded")
+            text = f"{len(ids)} tokens exceed the context of {engine.max_context}"
+            raise RequestError(text, param="token_ids", code="context_length_exceeded")
         engine.check_ids(ids, "token_ids")
         output = OutputProcessor(self.tokenizer, (), frozenset(), parser=None)
         sequence = Sequence(request, engine.manager.sequence(), SamplingState(params, ids, 0), output, "exact", 1, 0)
@@ -136,9 +141,9 @@ class LLM:
             for start in range(0, len(ids), engine.options.encoder_tokens):
                 stop = min(start + engine.options.encoder_tokens, len(ids))
                 row = Row(sequence, start, stop, start, 0, 0, 0, wants_logits=False)
-                _, everything = engine.runner.run([row], record)
-                assert everything[0] is not None
-                logits.append(everything[0].cpu())
+                _, scored = engine.runner.run([row], record)
+                assert scored[0] is not None
+                logits.append(engine.runner.logits(scored[0]).cpu())
             if kept is not None:
                 kept.update(self._entries(sequence))
         finally:
@@ -173,10 +178,10 @@ class LLM:
 
 
 class _Collected:
-    """Events of one request, gathered."""
+    """Events of one sequence, gathered."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.last: OutputEvent | None = None
@@ -187,23 +192,23 @@ class _Collected:
         if event.finish_reason is not None:
             self.last = event
 
-    def output(self, sequence: Sequence) -> Output:
-        event = self.last
+    def output(self) -> Output:
+        event, sequence = self.last, self.sequence
         if event is None:
             raise EngineError("the engine stopped before the request finished")
         if event.error is not None:
             raise event.error
         assert event.finish_reason and event.usage and event.tiers and event.times
         return Output(
-            request_id=self.request.request_id,
-            prompt_ids=list(self.request.prompt_ids),
+            request_id=sequence.id,
+            prompt_ids=list(sequence.request.prompt_ids),
             token_ids=self.tokens,
             text=sequence.output.text,
             finish_reason=event.finish_reason,
             usage=event.usage,
             tiers=event.tiers,
             times=event.times,
-            logprobs=self.logprobs if self.request.params.logprobs is not None else None,
+            logprobs=self.logprobs if sequence.request.params.logprobs is not None else None,
             prompt_logprobs=sequence.prompt_logprobs if sequence.scores_prompt else None,
             matched_stop=event.matched_stop,
             preemptions=event.preemptions,

@@ -16,15 +16,16 @@ class EngineOptions:
     Attributes:
         max_context: prompt plus output of one sequence, tokens; None for the model's own limit.
         max_sequences: sequences running at once (each owns a window).
-        encoder_tokens, decoder_tokens: rows of a step that may run the encoder half and the decoder half; decode rows go first.
+        encoder_tokens, decoder_tokens: rows of a step that may run the encoder half and the decoder half; decode rows go first, and
+            however many there are, one prompt token goes on.
         max_queued_requests: waiting requests beyond which new ones are refused.
-        max_queue_wait_s: seconds a request may wait before it is refused; 0 for no limit.
+        max_queue_wait_s: seconds a request may wait for its start before it ends with an error; 0 for no limit.
         aging_s: seconds of waiting that outweigh one unit of priority; 0 switches aging off.
         kv_tokens: tokens of global KV in the block pool; None to choose from the context limit and the memory there is.
         prefix_reuse: reuse cached blocks of earlier requests.
         weight_cache_bytes: bytes of widened weights kept for the CPU reference.
         default_effort: reasoning effort of chat requests that name none.
-        poison: fill freed windows and blocks with values that show in the output when read (debugging).
+        poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
     """
 
     max_context: int | None = None
@@ -53,6 +54,7 @@ class EngineOptions:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", param=name)
         if self.decoder_tokens < self.max_sequences:
             raise ConfigError(
-                f"decoder_tokens ({self.decoder_tokens}) must be at least max_sequences ({self.max_sequences}): each running sequence decodes one row a step",
+                f"decoder_tokens ({self.decoder_tokens}) must be at least max_sequences ({self.max_sequences}): "
+                "each running sequence decodes one row a step",
                 param="decoder_tokens",
             )

@@ -36,15 +36,16 @@ class Runner:
         """One step.
 
         Returns:
-            logits [n, vocab] fp32 of the last position of every row that wants them, in row order; and per row the logits of all its
-            positions [stop - start, vocab] fp32 where its sequence scores its prompt, else None.
+            logits [n, vocab] fp32 of the last position of every row that wants them, in row order; and per row the final hidden states
+            of all its positions [stop - start, D] bf16 where its sequence scores its prompt, else None: their logits are many, so
+            whoever needs them asks `logits` for a few at a time.
         """
         batch = self.batch(rows, record)
         streams = self.backbone.encode(batch)
         chosen = batch.decoder_rows()
-        everything: list[Tensor | None] = [None] * len(rows)
+        scored: list[Tensor | None] = [None] * len(rows)
         if chosen is None:
-            return torch.empty((0, self.backbone.config.vocab_size)), everything
+            return torch.empty((0, self.backbone.config.vocab_size)), scored
         hidden = self.backbone.decode(streams, chosen)
         last: list[int] = []
         place = 0
@@ -53,9 +54,13 @@ class Runner:
             if row.wants_logits:
                 last.append(place + count - 1)
             if count and row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens:
-                everything[i] = self.backbone.logits(hidden[place : place + count])
+                scored[i] = hidden[place : place + count]
             place += count
-        return self.backbone.logits(hidden[last]), everything
+        return self.backbone.logits(hidden[last]), scored
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final hidden states [n, D] bf16 -> [n, vocab] fp32."""
+        return self.backbone.logits(hidden)
 
     def batch(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> ForwardBatch:
         """Flatten rows into what the network takes."""
@@ -89,18 +94,17 @@ class Runner:
             record=record,
         )
 
-    def save(self, sequence: Sequence) -> None:
-        """Copy to host what a preempted sequence would lose with its slot and its unfinished block."""
+    def save(self, sequence: Sequence, contents: tuple[int, ...]) -> None:
+        """Copy to host what a preempted sequence would lose with its slot and its unfinished block; `contents` is what it leaves cached."""
         slot, table = sequence.cache.slot, sequence.cache.table
         full, rest = divmod(sequence.computed, self.layout.block_tokens)
-        if sequence.computed == 0:
-            return
         sequence.saved = SavedWindow(
             codes=self.windows.codes[slot].to("cpu", copy=True),
             scales=self.windows.scales[slot].to("cpu", copy=True),
             pending=self.windows.pending[slot].to("cpu", copy=True),
             block=self.blocks.data[table[full]].to("cpu", copy=True) if rest else None,
             computed=sequence.computed,
+            contents=contents,
         )
 
     def restore(self, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable
 
 from forebay.cache.manager import CacheManager
@@ -15,9 +16,13 @@ from forebay.engine.types import TierCounts
 class Scheduler:
     """Keeps the waiting and the running sequences and decides what the next step covers.
 
-    Order is by priority (lower first), lowered by one for every `aging_s` seconds of waiting, then by arrival. Admission is strict in
-    that order: a request that does not fit yet is not overtaken, so it cannot starve. Every admitted sequence holds all of its prompt's blocks,
-    so admitted sequences never wait for each other's.
+    Order is by priority (lower first), lowered by one for every `aging_s` seconds since arrival, then by arrival. Admission is strict in
+    that order: a request that does not fit yet is not overtaken, so it cannot starve. Every admitted sequence holds all of its prompt's
+    blocks, so admitted sequences never wait for each other's.
+
+    Attributes:
+        waiting: in order; preempted sequences among them.
+        running: those that own a window and blocks.
     """
 
     def __init__(
@@ -26,11 +31,11 @@ class Scheduler:
         batcher: Batcher,
         options: EngineOptions,
         *,
-        save: Callable[[Sequence], None],
+        save: Callable[[Sequence, tuple[int, ...]], None],
         restore: Callable[[Sequence], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`save` keeps a sequence's window before it is preempted, `restore` puts it back into its new slot and blocks."""
+        """`save` keeps a sequence's window, and what its cached blocks held, before a preemption; `restore` puts it back."""
         self.manager, self.batcher, self.options = manager, batcher, options
         self._save, self._restore, self._clock = save, restore, clock
         self.waiting: list[Sequence] = []
@@ -41,7 +46,7 @@ class Scheduler:
         self.expired: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=self.rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give back what it owns."""
@@ -53,10 +58,9 @@ class Scheduler:
         sequence.saved = None
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
-        """Smaller is sooner."""
-        aging = self.options.aging_s
-        waited = self._clock() - sequence.request.arrived if aging > 0 else 0.0
-        return (sequence.request.priority - (waited / aging if aging > 0 else 0.0), sequence.order)
+        """Smaller is sooner. Waiting lowers everybody's rank at the same speed, so the order never changes and no clock is read."""
+        request, aging = sequence.request, self.options.aging_s
+        return (request.priority + (request.arrived / aging if aging > 0 else 0.0), sequence.order)
 
     def schedule(self) -> list[Row]:
         """Rows of the next step; empty when nothing can run.
@@ -82,9 +86,6 @@ class Scheduler:
             self.remove(sequence)
 
     def _admit(self) -> None:
-        if not self.waiting:
-            return
-        self.waiting.sort(key=self.rank)
         while self.waiting and len(self.running) < self.options.max_sequences:
             if not self._open(self.waiting[0]):
                 return
@@ -99,12 +100,12 @@ class Scheduler:
             plan = self.manager.open(sequence.cache, sequence.tokens, at_most=saved.computed)
             if plan is None:
                 return False
-            size = self.manager.layout.block_tokens
-            if sequence.cache.committed == saved.computed // size:
+            if self.manager.contents(sequence.cache) == saved.contents:
                 self._restore(sequence)
                 sequence.computed, sequence.saved = saved.computed, None
                 return True
-            # Some of its blocks were evicted. Compute again just as the first time, so that the text stays the same.
+            # Some of its blocks were evicted, or are another sequence's by now, computed in another way. Compute again just as the first
+            # time, so that the text stays the same.
             self.manager.release(sequence.cache)
             sequence.saved = None
         at_most = sequence.resumed_at
@@ -145,10 +146,17 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release a running sequence; it goes on later with the same tokens."""
-        self._save(sequence)
+        cache, plan = sequence.cache, sequence.cache.plan
+        assert plan is not None
+        contents = self.manager.contents(cache)
+        # Saved is what can be put back as it was: no private blocks (they are lost), no hit that would not be adopted, and no unfinished
+        # replay, whose window is half of another owner's and whose own blocks would be taken for its unfinished one.
+        adopted = not contents or len(contents) >= self.manager.index.least_hit
+        if all(contents) and adopted and sequence.computed > plan.resume:
+            self._save(sequence, contents)
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
         sequence.preemptions += 1
         sequence.computed = 0
-        self.waiting.append(sequence)
+        self.add(sequence)
         self.preempted.append(sequence)

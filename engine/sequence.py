@@ -14,13 +14,17 @@ from forebay.engine.types import PrefillMode, Request, TierCounts, Times, TokenL
 
 @dataclass
 class SavedWindow:
-    """What a preempted sequence cannot get back from cached blocks: its window slot and its last, unfinished block (host copies)."""
+    """What a preempted sequence cannot get back from cached blocks: its window slot and its last, unfinished block (host copies).
+
+    `contents` says what its cached blocks held (`CacheManager.contents`); without the very same ones the rest is of no use.
+    """
 
     codes: Tensor  # [layers, window, head_dim] uint8
     scales: Tensor  # [layers, window, head_dim/32] uint8
     pending: Tensor  # [gated sources, ratio - 1, 2, head_dim] fp32
     block: Tensor | None  # [block_bytes] uint8, None when `computed` ends on a block boundary
     computed: int
+    contents: tuple[int, ...]
 
 
 class Sequence:
@@ -35,7 +39,14 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, cache: SequenceCache, sampling: SamplingState, output: OutputProcessor, mode: PrefillMode, limit: int, order: int
+        self,
+        request: Request,
+        cache: SequenceCache,
+        sampling: SamplingState,
+        output: OutputProcessor,
+        mode: PrefillMode,
+        limit: int,
+        order: int,
     ) -> None:
         self.request = request
         self.tokens = list(request.prompt_ids)

@@ -39,6 +39,16 @@ class QueueFullError(ForebayError):
         self.retry_after = retry_after
 
 
+class QueueTimeoutError(ForebayError):
+    """A request waited longer for a free place than it may; it can be sent again."""
+
+    status = 503
+    kind = "overloaded"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="queue_timeout")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens and when to stop; OpenAI names where OpenAI has one (spec/http-api.md §3).

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from forebay.cache.manager import CacheManager
 from forebay.engine.batcher import Batcher, Row
-from forebay.engine.metrics import Metrics
+from forebay.engine.metrics import Metrics, Stage
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
 from forebay.engine.runner import Runner
 from forebay.engine.sampler import NonFiniteLogitsError, Sampler, SamplingState, prompt_logprobs
 from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import Sequence
-from forebay.engine.types import EngineError, FinishReason, OutputEvent, PrefillMode, QueueFullError, Request, TokenLogprob, UnavailableError
+from forebay.engine.types import (
+    EngineError,
+    FinishReason,
+    OutputEvent,
+    PrefillMode,
+    QueueFullError,
+    QueueTimeoutError,
+    Request,
+    TokenLogprob,
+    UnavailableError,
+)
 from forebay.model.chat import ChatCodec, Delta
 from forebay.model.errors import ForebayError, RequestError
 from forebay.model.tokenizer import Tokenizer
+
+SCORED_ROWS = 64  # prompt positions whose logits exist at once when a prompt is scored
+LONGEST_RETRY_S = 60.0
+
+log = logging.getLogger("forebay.engine")
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class StepReport:
 class Engine:
     """All stages in one worker: continuous batching over one network.
 
-    `sink` receives the events of a step, called from the thread that steps.
+    `sink` receives the events of a step, called from the thread that steps; it must not raise.
     """
 
     def __init__(
@@ -58,7 +74,8 @@ class Engine:
         self.codec = codec
         self.vocab_size = config.vocab_size
         self.eos_id = config.eos_token_id
-        self.max_context = min(options.max_context or config.max_position_embeddings, config.max_position_embeddings, manager.capacity_tokens)
+        longest = config.max_position_embeddings
+        self.max_context = min(options.max_context or longest, longest, manager.capacity_tokens)
         self.sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
         batcher = Batcher(manager.layout.window, options.encoder_tokens, options.decoder_tokens)
         self.scheduler = Scheduler(manager, batcher, options, save=runner.save, restore=runner.restore)
@@ -66,36 +83,83 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._inbox: list[Sequence] = []
         self._aborts: list[str] = []
-        self._refuse: ForebayError | None = None
+        self._closed: ForebayError | None = None
         self._ending: ForebayError | None = None
         self._lock = threading.Lock()
+        self._stepping = False
         self._order = 0
         self._evictions = 0
+        self._accepted = 0
         self.wake = threading.Event()
         metrics.pool_bytes(runner.blocks.data.nbytes, runner.windows.data.nbytes + runner.windows.pending.nbytes)
         self._report_pools()
 
     # Called from any thread
 
-    def submit(self, request: Request) -> Sequence:
-        """Queue a request; its sequence changes with every step and is for reading only.
+    def prepare(self, request: Request) -> Sequence:
+        """Check a request and build its sequence, in time proportional to its prompt. Nothing is queued and nothing need be undone.
 
         Raises:
             RequestError: it can never run (too long, ids outside the vocabulary).
-            QueueFullError: too many wait already.
         """
-        sequence = self._sequence(request)
+        params, prompt = request.params, request.prompt_ids
+        name = "messages" if request.prompt is not None else "prompt"
+        self.check_ids(prompt, name)
+        if len(prompt) >= self.max_context:
+            self.metrics.request_rejected("context_length")
+            room = " (what the KV pool of this server holds)" if self.max_context == self.manager.capacity_tokens else ""
+            raise RequestError(
+                f"This model's maximum context length is {self.max_context} tokens{room}. However, your prompt has {len(prompt)} tokens.",
+                param=name,
+                code="context_length_exceeded",
+            )
+        self.sampler.check(params)
+        room_left = self.max_context - len(prompt)
+        limit = room_left if params.max_tokens is None else min(room_left, params.max_tokens)
+        parser = self.codec.parser(request.prompt) if request.prompt is not None and self.codec is not None else None
+        own = frozenset(self.tokenizer.stop_ids if parser is not None else {self.eos_id})
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else own)
+        output = OutputProcessor(self.tokenizer, params.stop, stops, parser=parser, include_stop=params.include_stop)
+        # `min_tokens` holds back every id that would end this choice, not only those the request names.
+        chosen = replace(params, stop_token_ids=tuple(sorted(i for i in stops if i < self.vocab_size))) if params.min_tokens else params
+        mode: PrefillMode = "exact" if params.prompt_logprobs is not None else request.prefill or self.prefill
+        cache = self.manager.sequence(request.salt)
+        return Sequence(request, cache, SamplingState(chosen, prompt, params.seed), output, mode, limit, 0)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queue a prepared sequence; from now on it changes with every step and is for reading only.
+
+        Raises:
+            QueueFullError: too many wait already.
+            UnavailableError: requests are not taken any more.
+        """
         with self._lock:
+            if self._closed is not None:
+                raise UnavailableError(self._closed.message, code=self._closed.code)
             waiting = self.queued
             if waiting >= self.options.max_queued_requests:
                 self.metrics.request_rejected("queue_full")
-                raise QueueFullError(f"{waiting} requests are waiting, the limit is {self.options.max_queued_requests} (max_queued_requests)")
+                raise QueueFullError(
+                    f"{waiting} requests are waiting, the limit is {self.options.max_queued_requests} (max_queued_requests)",
+                    retry_after=self._likely_wait(),
+                )
             sequence.order = self._order
             self._order += 1
             self._inbox.append(sequence)
         self.metrics.request_queued()
         self.wake.set()
+
+    def submit(self, request: Request) -> Sequence:
+        """`prepare` and `enqueue`."""
+        sequence = self.prepare(request)
+        self.enqueue(sequence)
         return sequence
+
+    def _likely_wait(self) -> float:
+        """Seconds until a place may be free: as long as the head of the queue has waited for one, within reason."""
+        head = self.scheduler.waiting[:1]
+        waited = time.monotonic() - head[0].request.arrived if head and head[0].times.scheduled is None else 0.0
+        return min(max(1.0, waited), LONGEST_RETRY_S)
 
     @property
     def queued(self) -> int:
@@ -111,15 +175,15 @@ class Engine:
             raise RequestError(f"{name} holds token id {low if low < 0 else high}, outside the vocabulary of {self.vocab_size}", param=name)
 
     def refuse_waiting(self, failure: ForebayError) -> None:
-        """Before the next step, end every request that has not started with an error."""
+        """Take no more requests, and before the next step end every one that has not started with an error."""
         with self._lock:
-            self._refuse = failure
+            self._closed = failure
         self.wake.set()
 
     def end_all(self, failure: ForebayError) -> None:
-        """Before the next step, end every request with an error."""
+        """Take no more requests, and before the next step end every one there is with an error."""
         with self._lock:
-            self._ending = failure
+            self._closed = self._ending = failure
         self.wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -128,38 +192,75 @@ class Engine:
             self._aborts.append(request_id)
         self.wake.set()
 
-    def _sequence(self, request: Request) -> Sequence:
-        params, prompt = request.params, request.prompt_ids
-        self.check_ids(prompt, "prompt")
-        if len(prompt) >= self.max_context:
-            self.metrics.request_rejected("context_length")
-            raise RequestError(
-                f"This model's maximum context length is {self.max_context} tokens. However, your prompt has {len(prompt)} tokens.",
-                param="messages" if request.prompt else "prompt",
-                code="context_length_exceeded",
-            )
-        self.sampler.check(params)
-        room = self.max_context - len(prompt)
-        limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        parser = self.codec.parser(request.prompt) if request.prompt is not None and self.codec is not None else None
-        own = frozenset(self.tokenizer.stop_ids if parser is not None else {self.eos_id})
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else own)
-        output = OutputProcessor(self.tokenizer, params.stop, stops, parser=parser, include_stop=params.include_stop)
-        mode: PrefillMode = "exact" if params.prompt_logprobs is not None else request.prefill or self.prefill
-        cache = self.manager.sequence(request.salt)
-        return Sequence(request, cache, SamplingState(params, prompt, params.seed), output, mode, limit, 0)
-
     @property
     def busy(self) -> bool:
-        """Whether a step could have something to do."""
-        return bool(self._inbox or self._aborts or self._ending or self.scheduler.waiting or self.scheduler.running)
+        """Whether there is anything to do or to report: False means that every request has had its last event."""
+        with self._lock:
+            return bool(self._stepping or self._inbox or self._aborts or self._sequences)
 
     # Called from the stepping thread
 
     def step(self) -> StepReport:
-        """Take in what arrived, run one step, report what it gave."""
+        """Take in what arrived, run one step, report what it gave. An exception ends the requests of the step and is raised."""
         began = time.perf_counter()
-        events = self._take_in()
+        events: list[OutputEvent] = []
+        rows: list[Row] = []
+        accepted = self._accepted
+        self._stepping = True
+        try:
+            self._take_in(events)
+            rows = self._schedule(events)
+            if rows:
+                self._run(rows, events)
+        except Exception as error:
+            self._fail(rows, error, events)
+            raise
+        finally:
+            seconds, generated = time.perf_counter() - began, self._accepted - accepted
+            decode = sum(1 for row in rows if row.stop - row.start == 1 and row.start >= row.sequence.prompt_tokens)
+            if rows:
+                tokens = sum(row.stop - row.start for row in rows)
+                stage: Stage = "decode" if decode == len(rows) else "prefill" if decode == 0 else "mixed"
+                self.metrics.step(seconds, stage, tokens - decode, decode, tokens, generated)
+            self._report(events)
+        return StepReport(seconds, len(rows), decode, generated)
+
+    def settle(self) -> None:
+        """Take in what arrived and end what is to be ended, without a step."""
+        events: list[OutputEvent] = []
+        self._stepping = True
+        try:
+            self._take_in(events)
+        finally:
+            self._report(events)
+
+    def _report(self, events: list[OutputEvent]) -> None:
+        self._report_pools()
+        if events:
+            self.sink(events)
+        self._stepping = False
+
+    def _take_in(self, events: list[OutputEvent]) -> None:
+        with self._lock:
+            arrived, self._inbox = self._inbox, []
+            aborts, self._aborts = self._aborts, []
+            refuse, ending = self._closed, self._ending
+            for sequence in arrived:
+                self._sequences[sequence.id] = sequence
+        for sequence in arrived:
+            self.scheduler.add(sequence)
+        for request_id in aborts:
+            if (known := self._sequences.get(request_id)) is not None:
+                self.metrics.aborted()
+                events.append(self._end(known, "abort", self._flush(known, "abort")))
+        if refuse is None:
+            return
+        for sequence in list(self._sequences.values()):
+            if ending is not None or sequence.times.scheduled is None:
+                events.append(self._end(sequence, "error", self._flush(sequence, "error"), error=ending or refuse))
+
+    def _schedule(self, events: list[OutputEvent]) -> list[Row]:
+        """Rows of the step; counts who started and who was preempted, ends who waited too long or cannot grow."""
         scheduler = self.scheduler
         rows = scheduler.schedule()
         now = time.monotonic()
@@ -170,66 +271,30 @@ class Engine:
         for _ in scheduler.preempted:
             self.metrics.preempted()
         for sequence in scheduler.expired:
-            self.metrics.request_rejected("queue_wait")
-            late = UnavailableError(f"the request waited longer than {self.options.max_queue_wait_s:g} s for a free place", code="queue_timeout")
-            events.append(self._end(sequence, "error", [], error=late))
+            late = QueueTimeoutError(f"the request waited longer than {self.options.max_queue_wait_s:g} s for a free place")
+            self.metrics.error(late.code or late.kind)
+            events.append(self._end(sequence, "error", self._flush(sequence, "error"), error=late))
         for sequence in scheduler.too_long:
-            events.append(self._end(sequence, "length", sequence.output.finish("length")))
-        generated = 0
-        try:
-            if rows:
-                generated = self._run(rows, events)
-        except Exception as error:
-            events += self._fail(rows, error)
-            raise
-        finally:
-            self._report_pools()
-            if events:
-                self.sink(events)
-        decode = sum(1 for row in rows if row.stop - row.start == 1 and row.start >= row.sequence.prompt_tokens)
-        seconds = time.perf_counter() - began
-        if rows:
-            tokens = sum(row.stop - row.start for row in rows)
-            stage = "decode" if decode == len(rows) else "prefill" if decode == 0 else "mixed"
-            self.metrics.step(seconds, stage, tokens - decode, decode, tokens, generated)
-        return StepReport(seconds, len(rows), decode, generated)
+            events.append(self._end(sequence, "length", self._flush(sequence, "length")))
+        return rows
 
-    def _take_in(self) -> list[OutputEvent]:
-        with self._lock:
-            arrived, self._inbox = self._inbox, []
-            aborts, self._aborts = self._aborts, []
-            refuse, self._refuse = self._refuse, None
-            ending, self._ending = self._ending, None
-        for sequence in arrived:
-            self._sequences[sequence.id] = sequence
-            self.scheduler.add(sequence)
-        events = []
-        for request_id in aborts:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None:
-                self.metrics.aborted()
-                events.append(self._end(sequence, "abort", sequence.output.finish("abort")))
-        for sequence in list(self._sequences.values()):
-            failure = ending or (refuse if sequence.times.scheduled is None else None)
-            if failure is not None:
-                events.append(self._end(sequence, "error", sequence.output.finish("error"), error=failure))
-        return events
-
-    def _run(self, rows: list[Row], events: list[OutputEvent]) -> int:
-        """Run the rows, sample where a token is due; returns the number of tokens accepted."""
-        logits, everything = self.runner.run(rows)
-        for row, scores in zip(rows, everything, strict=True):
+    def _run(self, rows: list[Row], events: list[OutputEvent]) -> None:
+        """Run the rows and sample where a token is due."""
+        logits, scored = self.runner.run(rows)
+        broken: set[str] = set()
+        for row, hidden in zip(rows, scored, strict=True):
             sequence = row.sequence
             sequence.computed = row.stop
             self.manager.commit(sequence.cache, sequence.tokens, row.stop)
-            if scores is not None:
-                self._score_prompt(row, scores)
+            if hidden is not None and not self._score_prompt(row, hidden):
+                broken.add(sequence.id)
         due = [row.sequence for row in rows if row.wants_logits]
-        tokens, logprobs = self._sample(logits, due, events)
+        found = self._sample(logits, due)
         now = time.monotonic()
         gaps = []
-        for sequence, token, logprob in zip(due, tokens, logprobs, strict=True):
-            if token < 0:
+        for sequence, choice in zip(due, found, strict=True):
+            if choice is None or sequence.id in broken:
+                broken.add(sequence.id)
                 continue
             times = sequence.times
             if times.first_token is None:
@@ -238,41 +303,58 @@ class Engine:
             else:
                 gaps.append(now - (times.last_token or now))
             times.last_token = now
-            events.append(self._accept(sequence, token, logprob))
+            events.append(self._accept(sequence, *choice))
         self.metrics.inter_token(gaps)
-        return sum(token >= 0 for token in tokens)
+        for row in rows:
+            if row.sequence.id in broken:
+                failure = EngineError("the model produced numbers that are not finite for this request", code="nonfinite_logits")
+                self.metrics.error("nonfinite_logits")
+                deltas = self._flush(row.sequence, "error")
+                events.append(self._end(row.sequence, "error", deltas, error=failure, keep=False))
 
-    def _sample(self, logits: Tensor, due: list[Sequence], events: list[OutputEvent]) -> tuple[list[int], list[TokenLogprob | None]]:
-        """Tokens of the sequences, -1 for one whose logits are not finite: it fails alone."""
+    def _sample(self, logits: Tensor, due: list[Sequence]) -> list[tuple[int, TokenLogprob | None] | None]:
+        """Token and log-probability of every sequence, None where its logits are not finite: it fails alone."""
+        good = list(range(len(due)))
         try:
             result = self.sampler.sample(logits, [s.sampling for s in due])
-            return result.token_ids, result.logprobs
         except NonFiniteLogitsError as error:
-            bad = set(error.rows)
-        good = [i for i in range(len(due)) if i not in bad]
-        result = self.sampler.sample(logits[good], [due[i].sampling for i in good])
-        tokens, logprobs = [-1] * len(due), [None] * len(due)  # type: tuple[list[int], list[TokenLogprob | None]]
+            good = [i for i in good if i not in error.rows]
+            result = self.sampler.sample(logits[good], [due[i].sampling for i in good])
+        found: list[tuple[int, TokenLogprob | None] | None] = [None] * len(due)
         for i, token, logprob in zip(good, result.token_ids, result.logprobs, strict=True):
-            tokens[i], logprobs[i] = token, logprob
-        for i in bad:
-            failure = EngineError("the model produced numbers that are not finite for this request", code="nonfinite_logits")
-            self.metrics.error("nonfinite_logits")
-            events.append(self._end(due[i], "error", [], error=failure, keep=False))
-        return tokens, logprobs
+            found[i] = (token, logprob)
+        return found
 
     def _accept(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> OutputEvent:
         """Append one sampled token; ends the sequence when it is due."""
         sequence.tokens.append(token)
         sequence.sampling.observe(token)
-        deltas = sequence.output.push(token)
+        self._accepted += 1
         chosen = [logprob] if logprob is not None else None
+        try:
+            deltas = sequence.output.push(token)
+        except Exception as error:  # what a parser cannot read is its request's misfortune, not the batch's
+            return self._end(sequence, "error", [], [token], chosen, error=self._unreadable(sequence, error))
         reason: FinishReason | None = sequence.output.finish_reason
         if reason is None and sequence.generated >= sequence.limit:
-            deltas += sequence.output.finish("length")
-            reason = sequence.output.finish_reason
+            deltas += self._flush(sequence, "length")
+            reason = sequence.output.finish_reason or "length"
         if reason is not None:
             return self._end(sequence, reason, deltas, [token], chosen)
         return OutputEvent(sequence.id, deltas, [token], chosen, preemptions=sequence.preemptions)
+
+    def _flush(self, sequence: Sequence, reason: FinishReason) -> list[Delta]:
+        """What the output still held back. A request ends whether or not its text can be finished."""
+        try:
+            return sequence.output.finish(reason)
+        except Exception as error:
+            self._unreadable(sequence, error)
+            return []
+
+    def _unreadable(self, sequence: Sequence, error: Exception) -> EngineError:
+        log.error("the output of request %s cannot be read", sequence.id, exc_info=error)
+        self.metrics.error("output_failed")
+        return EngineError("the engine failed while it read the output of this request", code="output_failed")
 
     def _end(
         self,
@@ -288,10 +370,7 @@ class Engine:
         """Take a sequence out of the engine and describe its end."""
         if not keep:
             self.manager.release(sequence.cache, keep=False)
-        slot, table = sequence.cache.slot, list(sequence.cache.table) if self.options.poison else []
         self.scheduler.remove(sequence)
-        if self.options.poison:
-            self._poison(slot, table)
         self._sequences.pop(sequence.id, None)
         sequence.times.finished = time.monotonic()
         usage = sequence.usage()
@@ -310,32 +389,37 @@ class Engine:
             error=error,
         )
 
-    def _score_prompt(self, row: Row, scores: Tensor) -> None:
-        sequence = row.sequence
-        following = sequence.tokens[row.start + 1 : min(row.stop + 1, sequence.prompt_tokens)]
-        found = prompt_logprobs(scores[: len(following)], following, sequence.request.params.prompt_logprobs or 0)
-        # A recompute after preemption scores again what is known already.
-        sequence.prompt_logprobs[row.start + 1 : row.start + 1 + len(following)] = found
+    def _score_prompt(self, row: Row, hidden: Tensor) -> bool:
+        """Log-probabilities of the prompt tokens that follow the row's positions; False if its logits are not finite.
 
-    def _fail(self, rows: list[Row], error: Exception) -> list[OutputEvent]:
+        hidden: [stop - start, D] bf16.
+        """
+        sequence, place = row.sequence, row.start + 1
+        alternatives = sequence.request.params.prompt_logprobs or 0
+        following = sequence.tokens[place : min(row.stop + 1, sequence.prompt_tokens)]
+        for start in range(0, len(following), SCORED_ROWS):
+            ids = following[start : start + SCORED_ROWS]
+            try:
+                found = prompt_logprobs(self.runner.logits(hidden[start : start + len(ids)]), ids, alternatives)
+            except NonFiniteLogitsError:
+                return False
+            # A recompute after preemption scores again what is known already.
+            sequence.prompt_logprobs[place + start : place + start + len(ids)] = found
+        return True
+
+    def _fail(self, rows: list[Row], error: Exception, events: list[OutputEvent]) -> None:
         """A step broke: its requests end with an error, nothing they wrote stays cached, the others go on."""
         kind = error.kind if isinstance(error, ForebayError) else "step_failed"
         self.metrics.error(kind)
         failure = error if isinstance(error, ForebayError) else EngineError("the engine failed while it computed this request", code=kind)
-        return [self._end(row.sequence, "error", [], error=failure, keep=False) for row in rows if row.sequence.id in self._sequences]
+        for row in rows:
+            if self._sequences.get(row.sequence.id) is row.sequence:
+                events.append(self._end(row.sequence, "error", self._flush(row.sequence, "error"), error=failure, keep=False))
 
     def fail_all(self, failure: ForebayError) -> None:
-        """End every request, running, waiting or just submitted, with an error."""
-        with self._lock:
-            self._ending = failure
-        events = self._take_in()
-        if events:
-            self.sink(events)
-
-    def _poison(self, slot: int, table: list[int]) -> None:
-        if slot:
-            self.runner.windows.poison(slot)
-        self.runner.blocks.poison([block for block in table if self.runner.blocks.references(block) == 0])
+        """Take no more requests and end every one, running, waiting or just submitted, with an error. Only while nothing steps."""
+        self.end_all(failure)
+        self.settle()
 
     def _report_pools(self) -> None:
         stats = self.manager.stats()

@@ -29,8 +29,7 @@ class Attention:
         self.eps, self.scale, self.topk = config.rms_norm_eps, config.head_dim**-0.5, config.index_topk
         self.w_in = StackedWeight([load.fp8("wq_a"), load.fp8("wkv")], load.cache)  # both read the layer input
         self.wq_b, self.wo_b = load.fp8("wq_b"), load.fp8("wo_b")
-        rank = config.o_lora_rank
-        self.wo_a = [load.fp8("wo_a", rows=(g * rank, (g + 1) * rank)) for g in range(self.groups)]
+        self.wo_a = load.fp8_groups("wo_a", self.groups)
         self.q_norm, self.kv_norm = load.tensor("q_norm.weight"), load.tensor("kv_norm.weight")
         self.sink = load.tensor("attn_sink")
         self.compressor = Compressor(config, plan, load, self.freqs) if plan.owns_kv else None
@@ -43,18 +42,18 @@ class Attention:
 
     def __call__(self, x: Tensor, state: HalfState) -> Tensor:
         """x [n, D] bf16 attention input -> [n, D] bf16. Global entries of these rows must already be stored."""
-        cos, sin = state.turn(self.freqs)
+        turn = state.turn(self.freqs)
         low_q, low_kv = self.w_in.split(quantised_linear(formats.fp8_round(x), self.w_in))
         latent = formats.fp8_round(rms_norm(low_q, self.q_norm, self.eps))
-        q = rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), cos, sin)
-        kv = rotate(rms_norm(low_kv, self.kv_norm, self.eps), cos, sin)
+        q = rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), turn)
+        kv = rotate(rms_norm(low_kv, self.kv_norm, self.eps), turn)
         codes, scales = formats.fp8_encode(kv)
         keys = self._window_keys(codes, scales, state)
         if self.indexer is not None:
-            state.selected[self.plan.index] = self.indexer.select(x, latent, cos, sin, state)
+            state.selected[self.plan.index] = self.indexer.select(x, latent, turn, state)
         out = self._attend(q, keys, state)
         self._keep_window(codes, scales, state)
-        out = rotate(out, cos, sin, inverse=True).unflatten(1, (self.groups, -1))
+        out = rotate(out, turn, inverse=True).unflatten(1, (self.groups, -1))
         low = [fp32_linear(out[:, g].flatten(1), w) for g, w in enumerate(self.wo_a)]
         return quantised_linear(formats.fp8_round(torch.cat(low, -1).to(torch.bfloat16)), self.wo_b)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from forebay.model.ops.rope import rope_table
+from forebay.model.ops.rope import Turn, turn_at
 
 
 class SourceMemory(Protocol):
@@ -183,7 +183,7 @@ class HalfState:
     Attributes:
         selected: index source layer -> chosen entries [n, topk] int64 ascending, -1 filled.
         candidates: [n, candidate blocks] int64 ascending, -1 filled; rows without restriction have `restricted` False.
-        turns: rotary tables of the rows, by frequency table.
+        turns: rotations of the rows, by frequency table.
         gathered: (kv source, index source) -> dequantised entries [n, topk, head_dim] fp32, kept when small.
     """
 
@@ -197,13 +197,13 @@ class HalfState:
     restricted: Tensor | None = None
     gathered: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     image_mask: Tensor | None = None
-    turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    turns: dict[int, Turn] = field(default_factory=dict)
 
-    def turn(self, freqs: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every row's position, computed once per frequency table (layers share table objects)."""
+    def turn(self, freqs: Tensor) -> Turn:
+        """Rotation of every row's position, computed once per frequency table (layers share table objects)."""
         found = self.turns.get(id(freqs))
         if found is None:
-            found = self.turns[id(freqs)] = rope_table(self.rows.positions, freqs)
+            found = self.turns[id(freqs)] = turn_at(self.rows.positions, freqs)
         return found
 
     def note(self, name: str, value: Tensor) -> None:

@@ -239,7 +239,7 @@ class OutputParser:
             if end == len(tag.text) or tag.text[end] == '"':
                 if len(tag.text) < MAX_TAG_CHARS:
                     return ""
-            elif tag.text[end] == ">":
+            elif tag.text[end] == ">" and end < MAX_TAG_CHARS:
                 attributes = dict(ATTRIBUTE.findall(rest[0]))
                 if self._element(tag.closing, name[1], attributes, rest[0].rstrip().endswith("/")):
                     return tag.text[end + 1 :]
@@ -249,20 +249,16 @@ class OutputParser:
 
     def _element(self, closing: bool, name: str, attributes: dict[str, str], empty: bool) -> bool:
         """Act on a complete tag. False if it means nothing here, so that it is text."""
-        state = self._state
         block = name in BLOCK_NAMES
-        if not closing and not block and "name" not in attributes:
-            return False
-        if state in ("reasoning", "content"):
-            if name == "parameter":
-                return False
-            self._end_content()
-            self._state = "calls"
-        if state == "param" and not closing and block:
+        prose = self._state in ("reasoning", "content")
+        nameless = not closing and not block and "name" not in attributes
+        if nameless or (prose and name == "parameter") or (self._state == "param" and block and not closing):
             return False
         self._tag, self._held = None, ""
-        state = self._state
-        if state == "param":
+        if prose:
+            self._end_content()
+            self._state = "calls"
+        elif self._state == "param":
             self._end_parameter()
         if not closing and name == "parameter":
             if self._state == "invoke":

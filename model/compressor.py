@@ -12,7 +12,7 @@ from forebay.model.ops import formats
 from forebay.model.ops.compress import pool_groups
 from forebay.model.ops.linear import bf16_linear, fp32_linear
 from forebay.model.ops.rms_norm import rms_norm
-from forebay.model.ops.rope import rope_table, rotate
+from forebay.model.ops.rope import rotate, turn_at
 
 
 class Compressor:
@@ -45,9 +45,9 @@ class Compressor:
         latent = rms_norm(pooled, self.norm, self.eps)
         entries, sequence = entry[done], rows.sequence[done]
         # The first token of the group gives an entry its position.
-        cos, sin = rope_table(entries * self.ratio, self.freqs)
-        key = rotate(rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), cos, sin)
-        main = rotate(latent, cos, sin)
+        turn = turn_at(entries * self.ratio, self.freqs)
+        key = rotate(rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), turn)
+        main = rotate(latent, turn)
         memory = state.memory.sources[self.layer]
         per_block = state.memory.block_tokens // self.ratio
         block, place = state.tables[sequence, entries // per_block], entries % per_block

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from forebay.model.errors import ConfigError
 
@@ -259,7 +259,8 @@ def _validate(c: ModelConfig) -> None:
     need(all(r >= 0 for r in c.compress_ratios), "compress_ratios must not be negative")
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(c, name)
-        need(list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids), f"{name} must be ascending layer numbers below {layers}: {list(ids)}")
+        ascending = list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids)
+        need(ascending, f"{name} must be ascending layer numbers below {layers}: {list(ids)}")
     need(len(c.kv_source_layer_ids) > 0, "kv_source_layer_ids must name at least one layer")
     for source in (*c.kv_source_layer_ids, *c.index_source_layer_ids):
         need(c.compress_ratios[source] > 0, f"layer {source} is a source but its compress ratio is 0")
@@ -273,8 +274,10 @@ def _validate(c: ModelConfig) -> None:
         need(index[-1] >= kv[-1], f"layer {layer} would use the index list of layer {index[-1]} for the entries of layer {kv[-1]}")
     if c.candidate_source_layer_id is not None:
         need(c.candidate_source_layer_id in c.index_source_layer_ids, "candidate_source_layer_id must be an index source")
-        need(c.candidate_topk_blocks >= 1 and c.candidate_block_size >= 1, "candidate_topk_blocks and candidate_block_size must be at least 1")
-    need(c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim), "qk_rope_head_dim must be even and fit head_dim and index_head_dim")
+        need(c.candidate_topk_blocks >= 1, "candidate_topk_blocks must be at least 1")
+        need(c.candidate_block_size >= 1, "candidate_block_size must be at least 1")
+    rope_fits = c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim)
+    need(rope_fits, "qk_rope_head_dim must be even and fit head_dim and index_head_dim")
     need(c.head_dim % QUANT_GROUP == 0, f"head_dim must be a multiple of {QUANT_GROUP}")
     need(c.index_head_dim % QUANT_GROUP == 0, f"index_head_dim must be a multiple of {QUANT_GROUP}")
     for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):
@@ -285,7 +288,8 @@ def _validate(c: ModelConfig) -> None:
     need(len(c.engram_num_embeddings) == len(c.engram_layer_ids), "engram_num_embeddings needs one number per engram layer")
     if c.engram_layer_ids:
         need(c.engram_head_dim % QUANT_GROUP == 0, f"engram_head_dim must be a multiple of {QUANT_GROUP}")
-        need(c.engram_max_ngram_size >= 2 and c.engram_n_heads >= 1, "engram_max_ngram_size must be at least 2 and engram_n_heads at least 1")
+        need(c.engram_max_ngram_size >= 2, "engram_max_ngram_size must be at least 2")
+        need(c.engram_n_heads >= 1, "engram_n_heads must be at least 1")
         need(c.engram_compressed_vocab_size >= 1, "engram_compressed_vocab_size must be given with engram layers")
 
 
@@ -345,7 +349,7 @@ class Topology:
                     engram=layer in c.engram_layer_ids,
                 )
             )
-        return cls(tuple(plans), cast(int, c.kv_source_layer_ids[-1]))
+        return cls(tuple(plans), c.kv_source_layer_ids[-1])
 
     @property
     def encoder(self) -> tuple[LayerPlan, ...]:

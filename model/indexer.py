@@ -14,7 +14,7 @@ from forebay.model.ops import formats
 from forebay.model.ops.gather import entry_places, gather_index
 from forebay.model.ops.index_score import index_scores
 from forebay.model.ops.linear import bf16_linear, quantised_linear
-from forebay.model.ops.rope import rotate
+from forebay.model.ops.rope import Turn, rotate
 from forebay.model.ops.select import block_maxima, select_top
 
 SCAN_BYTES = 32 << 20  # fp32 working memory of one scoring tile
@@ -33,10 +33,10 @@ class Indexer:
         self.wq_b = load.fp8("wq_b")
         self.weights_proj = load.plain("weights_proj.weight")
 
-    def select(self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, state: HalfState) -> Tensor:
+    def select(self, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
         """Chosen entries of every row, [n, topk] int64 ascending, -1 filled. At the candidate source also sets `state.candidates`.
 
-        Args: x [n, D] bf16 attention input; latent [n, q_lora] fp32, the FP8-rounded query latent; cos, sin [n, pairs].
+        Args: x [n, D] bf16 attention input; latent [n, q_lora] fp32, the FP8-rounded query latent; turn, the rotation of each row.
         """
         rows = state.rows
         visible = (rows.positions + 1) // self.ratio
@@ -51,7 +51,7 @@ class Indexer:
             scored |= state.restricted
         if bool(scored.any()):
             q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
-            q = formats.index_round(rotate(q, cos, sin))
+            q = formats.index_round(rotate(q, turn))
             weights = bf16_linear(x, self.weights_proj) * self.scale
             restricted = state.restricted if self.reads else None
             for part, scores, columns, widths in self._scores(scored, restricted, q, weights, visible, state):

@@ -85,5 +85,9 @@ class MoE:
 
 
 def _each(runs: list[tuple[Weight, int, int]], x: Tensor) -> Tensor:
-    """Each run of rows (weight, first row, count; whole row tiles) through its own weight, in order: [rows, in] fp32 -> [rows, out] bf16."""
-    return torch.cat([matmul(x[start : start + -(-count // ROW_TILE) * ROW_TILE], weight) for weight, start, count in runs]).to(torch.bfloat16)
+    """Each run of rows (weight, first row, count) through its own weight, in order: [rows, in] fp32 -> [rows, out] bf16.
+
+    Runs are padded to whole row tiles and follow each other without a gap.
+    """
+    parts = [matmul(x[start : start + -(-count // ROW_TILE) * ROW_TILE], weight) for weight, start, count in runs]
+    return torch.cat(parts).to(torch.bfloat16)

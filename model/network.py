@@ -15,8 +15,9 @@ from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.engram import Engram
 from forebay.model.engram_map import hash_constants, window_classes
 from forebay.model.hyper import HyperConnection
-from forebay.model.loading import Loader
+from forebay.model.loading import Loader, Meter
 from forebay.model.moe import MoE
+from forebay.model.names import expected_tensors
 from forebay.model.ops.hyper_connections import collapse, mix
 from forebay.model.ops.linear import PlainWeight, TileCache, fp32_linear
 from forebay.model.ops.rms_norm import rms_norm
@@ -100,7 +101,7 @@ class Backbone:
         self.device = torch.device(device)
         self.topology = self.config.topology()
         self.cache = TileCache(weight_cache_bytes)
-        load = Loader(source, self.cache, self.device)
+        load = Loader(source, self.cache, self.device, Meter(_loaded_bytes(self.config), progress))
         self.embed = load.tensor("embed.weight")
         self.norm = load.tensor("norm.weight")
         self.head = PlainWeight(load.tensor("head.weight"), self.cache)
@@ -112,8 +113,6 @@ class Backbone:
             at = load.at(f"layers.{plan.index}")
             engram = Engram(self.config, plan.index, at.at("engram"), constants) if plan.engram and constants is not None else None
             self.layers.append(Layer(self.config, plan, at, engram, freqs[plan.ratio > 0]))
-            if progress is not None:
-                progress(plan.index + 1, len(self.topology.layers), f"layer {plan.index}")
 
     @torch.inference_mode()
     def encode(self, batch: ForwardBatch) -> Streams:
@@ -175,3 +174,8 @@ class Backbone:
 
     def _rows(self, layer: Layer, history: Tensor | None) -> Tensor | None:
         return layer.engram.rows(history) if layer.engram is not None and history is not None else None
+
+
+def _loaded_bytes(config: ModelConfig) -> int:
+    """Bytes that loading takes from a checkpoint: the backbone but for the Engram tables, which stay where they are."""
+    return sum(spec.nbytes for spec in expected_tensors(config).values() if spec.part != "engram tables")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay import __version__
+from forebay.model.errors import ForebayError
 from forebay.server.chat import ChatRoute, Engine, served_names
 from forebay.server.errors import ClientGoneError, HttpError, describe, unavailable
 from forebay.server.exchange import CLIENT_GONE, Exchange, Receive, Scope, Send
@@ -43,7 +44,7 @@ class App:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
-        self._lanes = Lanes(options.off_loop)
+        self._lanes = Lanes(options.large)
         self._created = int(time.time())
         self._names = served_names(engine, options)
         probe: dict[str, Any] = {"methods": ("GET", "HEAD"), "open": True, "quiet": True}
@@ -92,7 +93,9 @@ class App:
             exchange.notes["error"] = failure.code
             if not failure.expected:
                 log.error("request %s failed", exchange.request_id, exc_info=error)
-            if exchange.status:
+            if not isinstance(error, ForebayError):  # the engine counts its own
+                self._engine.metrics.error("internal_error")
+            if exchange.status and exchange.fail_stream is None:
                 raise  # an answer is under way and cannot be taken back: the connection is dropped
             await exchange.refuse(failure, self._options)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -20,14 +19,12 @@ from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
 from forebay.server.body import decode, parse_object
 from forebay.server.chunks import Choice, ChunkWriter, Head, explain, usage
-from forebay.server.errors import Headers, HttpError, State, describe, unavailable
+from forebay.server.errors import HttpError, State, unavailable
 from forebay.server.exchange import Exchange
 from forebay.server.limits import Lanes, ServerOptions
 from forebay.server.logprobs import LogprobFeed
 from forebay.server.protocol import MAX_NAMED, ChatCall, parse_chat
 from forebay.server.sse import DONE, EventStream
-
-log = logging.getLogger("forebay.server")
 
 # Error code -> reason in forebay_rejected_total; every other refusal is "invalid".
 REJECTIONS = {
@@ -72,7 +69,7 @@ class Job:
     head: Head
 
 
-class Aborted(ForebayError):
+class AbortedError(ForebayError):
     """The engine gave a request up before its end."""
 
     status = 503
@@ -92,35 +89,22 @@ class ChatRoute:
     async def __call__(self, exchange: Exchange) -> None:
         try:
             self._require_ready()
-            data = await exchange.read_body(self._options)
-            await exchange.unless_gone(self._serve(exchange, data))
+            await exchange.unless_gone(self._serve(exchange, await exchange.read_body(self._options)))
         except ForebayError as error:
             self._count_rejected(exchange, error)
             raise
 
     async def _serve(self, exchange: Exchange, data: bytes) -> None:
-        call = await self._parse(exchange, data)
-        del data  # tens of megabytes of a long prompt would otherwise stay for as long as the answer takes
+        call, size = await self._parse(exchange, data)
+        del data  # megabytes that would otherwise stay for as long as the answer takes
         if call.ignored:
             exchange.extra_headers.append((b"x-forebay-ignored", ", ".join(call.ignored).encode("ascii", "replace")))
-        exchange.notes["stream"] = call.stream
+        exchange.notes.update(body_bytes=size, stream=call.stream)
         if not call.stream:
-            await self._whole(exchange, await self._prepare(exchange, call))
+            await self._whole(exchange, await self._prepare(exchange, call, size))
             return
-        headers: Headers = []
-        async with EventStream(exchange, keepalive_s=self._options.keepalive_comment_s, headers=headers) as out:
-            try:
-                job = await self._prepare(exchange, call)
-                await self._stream(exchange, job, out)
-            except Exception as error:
-                if not out.committed:
-                    raise
-                if isinstance(error, ForebayError):
-                    self._count_rejected(exchange, error)
-                failure = describe(error, request_id=exchange.request_id, state=self._engine.state)
-                log.error("stream %s failed: %s", exchange.request_id, failure.message, exc_info=None if failure.expected else error)
-                exchange.notes["error"] = failure.code
-                await out.fail(failure)
+        async with EventStream(exchange, keepalive_s=self._options.keepalive_comment_s) as out:
+            await self._stream(exchange, await self._prepare(exchange, call, size), out)
 
     # ---- before the engine
 
@@ -133,35 +117,36 @@ class ChatRoute:
         if not exchange.admitted and error.status != 500:
             self._engine.metrics.request_rejected(REJECTIONS.get(error.code or "", "invalid"))
 
-    async def _parse(self, exchange: Exchange, data: bytes) -> ChatCall:
+    async def _parse(self, exchange: Exchange, data: bytes) -> tuple[ChatCall, int]:
+        """The validated request and the size of its body in bytes, decoded."""
         options, tokenizer = self._options, self._engine.tokenizer
         encoding = exchange.headers.get(b"content-encoding", b"").decode("latin-1")
 
-        def work() -> ChatCall:
+        def work() -> tuple[ChatCall, int]:
             plain = decode(data, encoding, options.max_body) if encoding else data
-            return parse_chat(parse_object(plain, options.max_depth), options, tokenizer)
+            return parse_chat(parse_object(plain, options.max_depth), options, tokenizer), len(plain)
 
         # A small body is parsed faster than it is handed to a thread; a compressed one may be large inside.
         small = len(data) <= options.off_loop and not encoding
-        call = work() if small else await self._lanes.run(len(data), work)
+        call, size = work() if small else await self._lanes.run(len(data), work)
         for name in call.unknown[:MAX_NAMED]:
             self._engine.metrics.unknown_field(name)
         model = call.fields.model
         if model and model not in self._names:
             text = f"The model `{model[:128]}` does not exist. Available: {', '.join(self._names)}"
             raise HttpError(404, text, code="model_not_found", param="model")
-        return call
+        return call, size
 
-    async def _prepare(self, exchange: Exchange, call: ChatCall) -> Job:
+    async def _prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
         """Encode the prompt and size the output. Raises RequestError with the codec's finding, or context_length_exceeded."""
         options, engine = self._options, self._engine
         thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
-        size = _text_size(call.body)
 
         def encode() -> EncodedPrompt:
             return engine.codec.encode(call.body, default_effort=options.default_effort, thinking_default=thinking)
 
         prompt = await self._lanes.run(size, encode)
+        call.body.clear()  # nothing reads it again
         length = len(prompt.token_ids)
         room = engine.max_context - length
         if room < 1:
@@ -181,6 +166,7 @@ class ChatRoute:
                 prefill=call.prefill,
                 salt=call.salt,
                 priority=call.fields.priority or 0,
+                arrived=exchange.arrived,
             )
             for i in range(call.choices)
         ]
@@ -252,7 +238,7 @@ class ChatRoute:
         if event.finish_reason == "abort":
             if self._engine.state != "ready":
                 raise unavailable(self._engine.state, self._engine.reason)
-            raise Aborted("The engine gave this request up before its end; it can be sent again.", code="engine_unavailable")
+            raise AbortedError("The engine gave this request up before its end; it can be sent again.", code="engine_unavailable")
         if event.finish_reason == "error":
             raise RuntimeError("the engine reported an error without saying which")
 
@@ -279,17 +265,6 @@ def fingerprint(engine: Engine) -> str:
     """Stable over restarts of the same server version, model and tokenizer."""
     text = f"{__version__}\0{engine.model_name}\0{engine.tokenizer.fingerprint}\0{engine.max_context}"
     return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _text_size(body: dict[str, Any]) -> int:
-    """Characters in the contents of the messages, roughly: it decides which lane encodes them."""
-    size = 0
-    for message in body["messages"]:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else (content,):
-            text = part.get("text") if isinstance(part, dict) else part
-            size += len(text) if isinstance(text, str) else 0
-    return size
 
 
 async def _merged(streams: Sequence[AsyncGenerator[OutputEvent, None]]) -> AsyncGenerator[tuple[int, OutputEvent], None]:

@@ -192,6 +192,11 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output (`| head`) has gone; nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # not about a file that the user could look at
+        print(f"forebay: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -73,8 +73,10 @@ def unavailable(state: str, reason: str) -> HttpError:
     """503 for an engine that is loading, draining or dead; `reason` tells the progress or the cause."""
     code, retry_after = _UNAVAILABLE.get(state, _UNAVAILABLE["dead"])
     text = {"loading": "The model is still loading", "draining": "The server is shutting down"}.get(state, "The engine has stopped")
+    if reason.lower() not in text.lower():
+        text = f"{text}: {reason}"
     headers = [(b"connection", b"close")] if state == "draining" else []
-    return HttpError(503, f"{text}: {reason}" if reason else f"{text}.", code=code, headers=headers, retry_after=retry_after)
+    return HttpError(503, text, code=code, headers=headers, retry_after=retry_after)
 
 
 def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
@@ -82,8 +84,8 @@ def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
 
     Faults of ours (status 500) are told generically with the request id; everything else keeps its own sentence.
     """
-    if isinstance(error, UnavailableError):
-        error = unavailable(state if state in _UNAVAILABLE else "dead", error.message)
+    if isinstance(error, UnavailableError) and state in _UNAVAILABLE:
+        error = unavailable(state, error.message)
     if not isinstance(error, ForebayError) or error.status == 500:
         message = f"The server failed while it ran this request; its log has the cause under request id {request_id}."
         return Failure(500, message, "server_error", None, "internal_error", expected=False)

@@ -43,10 +43,12 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.began = time.monotonic()
+        self.arrived = self.began  # when the whole body was there
         self.route = "other"
         self.quiet = False  # successes are logged at debug level
         self.status = 0
         self.admitted = False  # the engine has it
+        self.fail_stream: Callable[[Failure], Awaitable[None]] | None = None  # how a stream that has started tells an error
         self.notes: dict[str, Any] = {}
         self.extra_headers: Headers = []  # sent with every answer of this request
         self._body_read = self.headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in self.headers
@@ -75,6 +77,9 @@ class Exchange:
 
     async def refuse(self, failure: Failure, options: ServerOptions) -> None:
         """Answer with an error. Up to `discard_body` of a body under way is dropped first, so that the client does not see a reset."""
+        if self.fail_stream is not None:
+            await self.fail_stream(failure)
+            return
         headers = list(failure.headers)
         # A client that waits for leave to send would be told to go on; one that was too slow has had its time.
         useless = b"expect" in self.headers or failure.status == 408
@@ -111,6 +116,7 @@ class Exchange:
                 raise too_large(options.max_body)
             pieces.append(piece)
             if self._body_read:
+                self.arrived = time.monotonic()
                 return b"".join(pieces)
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:

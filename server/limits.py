@@ -43,6 +43,7 @@ class ServerOptions:
 
     # the body
     off_loop: int = 64 * 1024  # larger bodies are parsed in a thread
+    large: int = MIB  # larger bodies and prompts have threads of their own
     max_depth: int = 200
     max_messages: int = 10_000
     max_tools: int = 512
@@ -90,17 +91,17 @@ class ServerOptions:
 class Lanes:
     """Threads for the CPU work of requests (parsing, rendering, tokenising), so that the event loop stays free.
 
-    Large bodies have a lane of their own: a 30 MB prompt makes other large ones wait, never the small ones.
+    Work on more than `large` bytes has a lane of its own: a 30 MB prompt makes other large ones wait, never the small ones.
     """
 
     def __init__(self, large: int) -> None:
-        self._threshold = large
+        self._large_size = large
         self._small = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forebay-encode")
         self._large = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forebay-encode-large")
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` in the lane for a body of `size` bytes. Cancelling drops work that has not begun."""
-        lane = self._large if size > self._threshold else self._small
+        lane = self._large if size > self._large_size else self._small
         return await asyncio.get_running_loop().run_in_executor(lane, work)
 
     def close(self) -> None:

@@ -79,12 +79,9 @@ class ForebayOptions(_Body):
 
 
 class ChatRequest(_Body):
-    """The fields of POST /v1/chat/completions that this server reads itself. None means absent."""
+    """The fields of POST /v1/chat/completions that are read here; None means absent. What may be megabytes is not kept."""
 
     model: str | None = None
-    messages: Annotated[list[Any], Field(min_length=1)]
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
@@ -133,10 +130,11 @@ KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A validated request. `body` is what the chat encoding reads: the request without its null fields."""
+    """A validated request. `body` is what the chat encoding reads, the request without its null fields; the encoder's caller clears it."""
 
     fields: ChatRequest
     body: dict[str, Any]
+    shows_reasoning: bool
     ignored: tuple[str, ...]  # names for the response header
     unknown: tuple[str, ...]  # names that no server knows, for the metrics
     logit_bias: Mapping[int, float]
@@ -164,12 +162,6 @@ class ChatCall:
     @property
     def salt(self) -> str:
         return self.fields.cache_salt or self.fields.extra_key or ""
-
-    @property
-    def shows_reasoning(self) -> bool:
-        reasoning = self.body.get("reasoning")
-        excluded = isinstance(reasoning, dict) and reasoning.get("exclude") is True
-        return self.fields.include_reasoning is not False and not excluded
 
     @property
     def asked_output(self) -> int | None:
@@ -220,7 +212,9 @@ def parse_chat(body: dict[str, Any], options: ServerOptions, tokenizer: Tokenize
     check_token_ids("allowed_token_ids", fields.allowed_token_ids or (), tokenizer)
     bias = _logit_bias(fields.logit_bias or {}, tokenizer)
     unknown = tuple(name for name in body if name not in KNOWN)
-    return ChatCall(fields, body, _ignored_names(body, fields, unknown), unknown, bias)
+    reasoning = body.get("reasoning")
+    hidden = fields.include_reasoning is False or (isinstance(reasoning, dict) and reasoning.get("exclude") is True)
+    return ChatCall(fields, body, not hidden, _ignored_names(body, fields, unknown), unknown, bias)
 
 
 def check_token_ids(field: str, ids: Any, tokenizer: Tokenizer) -> None:

@@ -18,18 +18,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """Async context manager. Nothing is sent before the first `write` or keep-alive comment, so failures until then get a real status.
+    """Async context manager. Nothing is sent before the first `write` or keep-alive comment, so failures until then get a real status;
+    after it, `Exchange.refuse` ends the stream with an error event.
 
-    Args:
-        keepalive_s: seconds of silence after which a comment is sent; 0 is off.
-        headers: read when the answer starts, so entries added before that are sent.
+    `keepalive_s` is the silence in seconds after which a comment is sent; 0 is off.
     """
 
-    def __init__(self, exchange: Exchange, *, keepalive_s: float, headers: Headers) -> None:
+    def __init__(self, exchange: Exchange, *, keepalive_s: float) -> None:
         self._exchange = exchange
         self._send = exchange.send
         self._interval = keepalive_s
-        self._headers = headers
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._starting = asyncio.Lock()
@@ -68,7 +66,8 @@ class EventStream:
         # The lock keeps a keep-alive and the first token from both sending the status.
         async with self._starting:
             if not self.committed:
-                await self._exchange.start(200, [*STREAM_HEADERS, *self._headers])
+                await self._exchange.start(200, STREAM_HEADERS)
+                self._exchange.fail_stream = self.fail
                 self.committed = True
 
     async def _keep_alive(self) -> None:

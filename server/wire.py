@@ -15,7 +15,7 @@ from forebay.server.limits import ServerOptions
 _LINGER_S = 1.0
 
 
-class HeadRefused(Exception):
+class HeadRefusedError(Exception):
     """Ends parsing of a head that is over its limits."""
 
 
@@ -83,7 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes += size
         if self._head_bytes > self.options.max_head:
             self._refusal = _head_too_large(self.options.max_head)
-            raise HeadRefused
+            raise HeadRefusedError
 
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

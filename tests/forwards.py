@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ class Hand:
         floor = start if write_from is None else write_from
         return Row(self.sequence, start, stop, floor, window_from, decoder_from, decoder_window_from, wants_logits)
 
-    def feed(self, *cuts: int, **floors: int) -> Tensor:
+    def feed(self, *cuts: int, decoder_from: int = 0, decoder_window_from: int = 0) -> Tensor:
         """Run [cuts[0], cuts[1]), [cuts[1], cuts[2]), ... -> logits of the rows that ran the decoder half, [n, vocab]."""
-        parts = [step(self.llm, [self.row(a, b, **floors)])[0] for a, b in zip(cuts, cuts[1:], strict=False)]
-        return torch.cat(parts)
+        rows = [self.row(a, b, decoder_from=decoder_from, decoder_window_from=decoder_window_from) for a, b in pairwise(cuts)]
+        return torch.cat([step(self.llm, [row])[0] for row in rows])
 
     def entries(self) -> dict[int, Tensor]:
         """Stored bytes by source layer, [entries the table has room for, entry bytes]; row j is entry j."""

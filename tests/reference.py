@@ -1,8 +1,9 @@
 """REF: a slow plain forward pass of one sequence, to hold the network against.
 
-Written from spec/model.md §2-§5 and §12.1 over the layers' own weights and the elementary operations: no paging, no rings, no batching, no
-selection shortcuts, no tiles. What a row may see is decided position by position; what was stored is kept in dictionaries. It has the
-floors of bounded replay, so it imitates a resume and a bounded prompt too.
+Written from spec/model.md §2-§5 and §12.1 over the checkpoint's tensors and the elementary operations; of the network's own layers it uses
+what is a function of one row (mHC, Engram, experts). No paging, no rings, no batching, no selection shortcuts, no tiles: what a row
+may see is decided position by position, what was stored is kept in dictionaries. It has the floors of bounded replay, so it imitates a
+resume and a bounded prompt too.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forebay.model.attention import Attention
+from forebay.model.checkpoint import Weights
+from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.engram_map import class_history
+from forebay.model.loading import Loader
 from forebay.model.network import Backbone, Layer, Streams
 from forebay.model.ops import formats
 from forebay.model.ops.hyper_connections import collapse, mix
-from forebay.model.ops.linear import bf16_linear, fp32_linear, quantised_linear
+from forebay.model.ops.linear import TileCache, bf16_linear, fp32_linear, quantised_linear
 from forebay.model.ops.rms_norm import rms_norm
-from forebay.model.ops.rope import rope_table, rotate
+from forebay.model.ops.rope import Turn, inverse_frequencies, rotate, turn_at
 from forebay.model.ops.sparse_attention import sparse_attention
 
 
@@ -42,12 +45,47 @@ class Memory:
         return Memory(main=kept[0], index=kept[1], raw=kept[2])
 
 
+class AttentionWeights:
+    """Tensors below layers.N.attn (spec §11)."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader) -> None:
+        rank, pairs = config.o_lora_rank, config.qk_rope_head_dim
+        self.plan = plan
+        self.wq_a, self.wq_b, self.wkv, self.wo_b = (load.fp8(name) for name in ("wq_a", "wq_b", "wkv", "wo_b"))
+        self.wo_a = [load.fp8("wo_a", rows=(g * rank, (g + 1) * rank)) for g in range(config.o_groups)]
+        self.q_norm, self.kv_norm, self.sink = load.tensor("q_norm.weight"), load.tensor("kv_norm.weight"), load.tensor("attn_sink")
+        if plan.ratio == 0:
+            self.freqs = inverse_frequencies(pairs, config.rope_theta)
+        else:
+            yarn = {"factor": config.rope_factor, "beta_fast": config.rope_beta_fast, "beta_slow": config.rope_beta_slow}
+            self.freqs = inverse_frequencies(pairs, config.compress_rope_theta, original=config.rope_original_max_position, **yarn)
+        if plan.owns_kv:
+            self.compress = load.plain("compressor.wkv.weight")
+            self.gate = load.plain("compressor.wgate.weight") if plan.ratio > 1 else None
+            self.norm = load.tensor("compressor.norm.weight")
+            self.wk, self.k_norm = load.plain("indexer.wk.weight"), load.tensor("indexer.k_norm.weight")
+        if plan.owns_index:
+            self.index_q, self.index_w = load.fp8("indexer.wq_b"), load.plain("indexer.weights_proj.weight")
+
+
+class ReferenceWeights:
+    """What all references of one checkpoint share."""
+
+    def __init__(self, backbone: Backbone, source: Weights) -> None:
+        self.net, self.config, self.topology = backbone, backbone.config, backbone.topology
+        load = Loader(source, TileCache(64 << 20), torch.device("cpu"))
+        self.embed = load.tensor("embed.weight")
+        self.attention = [AttentionWeights(self.config, p, load.at(f"layers.{p.index}.attn")) for p in self.topology.layers]
+
+
 class Reference:
     """One sequence. `prompt_tokens` fixes the width over which score ties are broken, as in the network."""
 
-    def __init__(self, backbone: Backbone, tokens: list[int], memory: Memory | None = None, prompt_tokens: int | None = None) -> None:
-        self.net, self.tokens, self.memory = backbone, tokens, memory or Memory()
-        self.config, self.topology = backbone.config, backbone.topology
+    def __init__(
+        self, weights: ReferenceWeights, tokens: list[int], memory: Memory | None = None, prompt_tokens: int | None = None
+    ) -> None:
+        self.weights, self.net, self.tokens, self.memory = weights, weights.net, tokens, memory or Memory()
+        self.config, self.topology = weights.config, weights.topology
         self.prompt_tokens = len(tokens) if prompt_tokens is None else prompt_tokens
         self.selected: dict[tuple[int, int], list[int]] = {}  # (index source, position) -> entries, ascending
         self.pool: dict[int, set[int]] = {}  # position -> entries a Reindex layer may choose
@@ -62,7 +100,7 @@ class Reference:
         """Positions [start, stop) -> logits of those from `decoder_from` on, [rows, vocab] fp32."""
         with torch.inference_mode():
             positions = list(range(start, stop))
-            x = self.net.embed[self.tokens[start:stop]].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+            x = self.weights.embed[self.tokens[start:stop]].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
             pre = torch.tensor([1.0] + [0.0] * (self.config.hc_mult - 1)).repeat(len(positions), 1)
             cut = self.topology.cut
             for layer in self.net.layers[:cut]:
@@ -93,7 +131,7 @@ class Reference:
         seen = layer.attention_input(Streams(x, pre))
         if write_from is not None:
             self._store(layer, seen, positions, write_from)
-        y = self._attend(layer.attention, seen, positions, floor)
+        y = self._attend(layer.plan.index, seen, positions, floor)
         x = mix(x, y, attn.post, attn.comb)
         ffn = layer.hc_ffn(x)
         seen = rms_norm(collapse(x, attn.pre), layer.ffn_norm, layer.eps)
@@ -109,85 +147,82 @@ class Reference:
 
     def _store(self, layer: Layer, seen: Tensor, positions: list[int], write_from: int) -> None:
         """Spec §4, §12.1: every group that a row completes becomes an entry, unless it ends below the write floor."""
-        compressor, m = layer.attention.compressor, layer.plan.ratio
-        if compressor is None:
+        plan, w = layer.plan, self.weights.attention[layer.plan.index]
+        if not plan.owns_kv:
             return
-        halves = self.memory.half.setdefault(layer.plan.index, {})
-        if compressor.wgate is not None:
-            k, gate = fp32_linear(seen, compressor.wkv), fp32_linear(seen, compressor.wgate)
+        m = plan.ratio
+        halves = self.memory.half.setdefault(plan.index, {})
+        if w.gate is not None:
+            k, gate = fp32_linear(seen, w.compress), fp32_linear(seen, w.gate)
             halves.update({p: (k[i], gate[i]) for i, p in enumerate(positions)})
         for i, p in enumerate(positions):
             j = p // m
             if (p + 1) % m or j < write_from // m:
                 continue
-            if compressor.wgate is None:
-                pooled = bf16_linear(seen[i : i + 1], compressor.wkv)
+            if w.gate is None:
+                pooled = bf16_linear(seen[i : i + 1], w.compress)
             else:
                 ks, gates = zip(*(halves[j * m + t] for t in range(m)), strict=True)
                 weight = (torch.stack(gates) - torch.stack(gates).amax(0)).exp()
-                total, sums = weight[0], torch.zeros(())
-                for t in range(1, m):
-                    total = total + weight[t]
+                total, sums = sum(weight[1:], start=weight[0]), torch.zeros(())
                 for t in range(m):
                     sums = sums + ks[t] * (weight[t] / total)
                 pooled = sums.to(torch.bfloat16).unsqueeze(0)
-            self._put(layer.plan.index, j, rms_norm(pooled, compressor.norm, layer.eps), layer, m)
+            latent = rms_norm(pooled, w.norm, self.config.rms_norm_eps)
+            turn = turn_at(torch.tensor([j * m]), w.freqs)
+            key = rms_norm(bf16_linear(latent, w.wk), w.k_norm, self.config.rms_norm_eps)
+            main, index = formats.main_encode(rotate(latent, turn)), formats.index_encode(rotate(key, turn))
+            self.memory.main.setdefault(plan.index, {})[j] = formats.main_decode(*main)[0]
+            self.memory.index.setdefault(plan.index, {})[j] = formats.index_decode(*index)[0]
+            self.memory.raw.setdefault(plan.index, {})[j] = torch.cat((*main, *index), 1)[0]
 
-    def _put(self, source: int, j: int, latent: Tensor, layer: Layer, m: int) -> None:
-        compressor = layer.attention.compressor
-        assert compressor is not None
-        cos, sin = rope_table(torch.tensor([j * m]), layer.attention.freqs)
-        main = formats.main_encode(rotate(latent, cos, sin))
-        key = formats.index_encode(rotate(rms_norm(bf16_linear(latent, compressor.wk), compressor.k_norm, layer.eps), cos, sin))
-        self.memory.main.setdefault(source, {})[j] = formats.main_decode(*main)[0]
-        self.memory.index.setdefault(source, {})[j] = formats.index_decode(*key)[0]
-        self.memory.raw.setdefault(source, {})[j] = torch.cat((*main, *key), 1)[0]
-
-    def _attend(self, a: Attention, seen: Tensor, positions: list[int], floor: int) -> Tensor:
+    def _attend(self, layer: int, seen: Tensor, positions: list[int], floor: int) -> Tensor:
         """Spec §3: query, window KV, selection, joint softmax, output projection."""
-        plan, width = a.plan, self.config.sliding_window
-        cos, sin = rope_table(torch.tensor(positions), a.freqs)
-        latent = rms_norm(quantised_linear(formats.fp8_round(seen), a.wq_a), a.q_norm, a.eps)
-        q = rotate(quantised_linear(formats.fp8_round(latent), a.wq_b).unflatten(-1, (a.heads, a.dim)), cos, sin)
-        kv = rotate(rms_norm(quantised_linear(formats.fp8_round(seen), a.wkv), a.kv_norm, a.eps), cos, sin)
-        window = self.memory.window.setdefault(plan.index, {})
+        c, w = self.config, self.weights.attention[layer]
+        plan, slots, dim = w.plan, c.sliding_window, c.head_dim
+        turn = turn_at(torch.tensor(positions), w.freqs)
+        latent = rms_norm(quantised_linear(formats.fp8_round(seen), w.wq_a), w.q_norm, c.rms_norm_eps)
+        q = rotate(quantised_linear(formats.fp8_round(latent), w.wq_b).unflatten(-1, (c.num_attention_heads, dim)), turn)
+        kv = rotate(rms_norm(quantised_linear(formats.fp8_round(seen), w.wkv), w.kv_norm, c.rms_norm_eps), turn)
+        window = self.memory.window.setdefault(layer, {})
         window.update({p: formats.fp8_decode(*formats.fp8_encode(kv[i : i + 1]))[0] for i, p in enumerate(positions)})
-        if a.indexer is not None:
-            self._select(a, seen, latent, cos, sin, positions)
+        if plan.owns_index:
+            self._select(w, seen, latent, turn, positions)
         out = []
         for i, p in enumerate(positions):
             # Lists have fixed lengths: slots count in the blocks of 64 even when nothing is in them (§3.4).
-            keys = [window[n] for n in range(max(floor, p - width + 1, 0), p + 1)]
-            lists = [keys + [torch.zeros(a.dim)] * (width - len(keys))]
-            valid = [True] * len(keys) + [False] * (width - len(keys))
+            keys = [window[n] for n in range(max(floor, p - slots + 1, 0), p + 1)]
+            valid = [True] * len(keys) + [False] * (slots - len(keys))
+            keys += [torch.zeros(dim)] * (slots - len(keys))
             if plan.index_source is not None and plan.kv_source is not None:
                 chosen = self.selected[plan.index_source, p]
-                lists.append([self.memory.main[plan.kv_source][j] for j in chosen] + [torch.zeros(a.dim)] * (a.topk - len(chosen)))
-                valid += [True] * len(chosen) + [False] * (a.topk - len(chosen))
-            rows = torch.stack([row for part in lists for row in part]).unsqueeze(0)
-            out.append(sparse_attention(q[i : i + 1], rows, torch.tensor([valid]), a.sink, a.scale))
-        turned = rotate(torch.cat(out), cos, sin, inverse=True).unflatten(1, (a.groups, -1))
-        low = [fp32_linear(turned[:, g].flatten(1), w).to(torch.bfloat16) for g, w in enumerate(a.wo_a)]
-        return quantised_linear(formats.fp8_round(torch.cat(low, -1)), a.wo_b)
+                spare = c.index_topk - len(chosen)
+                keys += [self.memory.main[plan.kv_source][j] for j in chosen] + [torch.zeros(dim)] * spare
+                valid += [True] * len(chosen) + [False] * spare
+            out.append(sparse_attention(q[i : i + 1], torch.stack(keys).unsqueeze(0), torch.tensor([valid]), w.sink, dim**-0.5))
+        turned = rotate(torch.cat(out), turn, inverse=True).unflatten(1, (c.o_groups, -1))
+        low = [fp32_linear(turned[:, g].flatten(1), part).to(torch.bfloat16) for g, part in enumerate(w.wo_a)]
+        return quantised_linear(formats.fp8_round(torch.cat(low, -1)), w.wo_b)
 
-    def _select(self, a: Attention, seen: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, positions: list[int]) -> None:
+    def _select(self, w: AttentionWeights, seen: Tensor, latent: Tensor, turn: Turn, positions: list[int]) -> None:
         """Spec §5: score every visible entry, restrict to the candidate pool where there is one, take the best."""
-        plan, indexer, c = a.plan, a.indexer, self.config
-        assert indexer is not None and plan.kv_source is not None
-        q = rotate(quantised_linear(formats.fp8_round(latent), indexer.wq_b).unflatten(-1, (c.index_n_heads, c.index_head_dim)), cos, sin)
+        plan, c = w.plan, self.config
+        assert plan.kv_source is not None
+        q = rotate(quantised_linear(formats.fp8_round(latent), w.index_q).unflatten(-1, (c.index_n_heads, c.index_head_dim)), turn)
         q = formats.index_decode(*formats.index_encode(q))
-        w = bf16_linear(seen, indexer.weights_proj) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+        head_weights = bf16_linear(seen, w.index_w) * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         stored = self.memory.index.get(plan.kv_source, {})
         for i, p in enumerate(positions):
             visible = (p + 1) // plan.ratio
             full = self.prompt_tokens // plan.ratio if p < self.prompt_tokens else visible
             scores = torch.full((max(full, visible),), -torch.inf, dtype=torch.bfloat16)
-            for j in range(visible):
-                dots = (q[i] * stored[j]).sum(-1).to(torch.bfloat16)  # FP4 values: the sum is exact in any order
-                total = torch.zeros(())
-                for part in dots.relu() * w[i]:
+            if visible:
+                keys = torch.stack([stored[j] for j in range(visible)])
+                dots = (q[i] @ keys.T).to(torch.bfloat16)  # of FP4 values: exact in any order
+                total = torch.zeros(visible)
+                for part in dots.relu() * head_weights[i].unsqueeze(-1):
                     total = total + part.float()
-                scores[j] = total.to(torch.bfloat16)
+                scores[:visible] = total.to(torch.bfloat16)
             if plan.makes_candidates:
                 self.pool[p] = self._candidates(scores, visible)
             if plan.reads_candidates:

@@ -1,6 +1,7 @@
 """SCRIPT: an engine that gives out token lists written down by the test, so that what is on the wire can be known exactly.
 
-It has the interface of `forebay.engine.client.EngineClient`. Prompts are really encoded and tokens really parsed, only the network is missing.
+It has the interface of `forebay.engine.client.EngineClient`. Prompts are really encoded and tokens
+really parsed; only the network is missing.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class ScriptEngine:
             if output.finish_reason is not None:
                 times.finished = time.monotonic()
                 length = len(request.prompt_ids)
-                event.finish_reason = output.finish_reason  # type: ignore[assignment]
+                event.finish_reason = output.finish_reason
                 event.matched_stop = output.matched_stop
                 event.usage = Usage(length, done, output.reasoning_tokens, min(self.cached, length))
                 event.tiers = TierCounts(hbm=min(self.cached, length), compute=length - min(self.cached, length))
@@ -169,6 +170,7 @@ class Served:
     """A server in a thread of this process."""
 
     engine: ScriptEngine
+    options: ServerOptions
     app: App
     host: str
     port: int
@@ -180,7 +182,7 @@ class Served:
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, "timeout": 20.0, **options})
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until `condition` holds; fails the test if it never does."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -203,7 +205,7 @@ def serve(engine: ScriptEngine, options: ServerOptions | None = None) -> Iterato
         time.sleep(0.005)
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     try:
-        yield Served(engine, app, host, port)
+        yield Served(engine, options, app, host, port)
     finally:
         engine.hold = False
         server.should_exit = True

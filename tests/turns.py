@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from forebay.model.chat import Delta, OutputParser, ParseOptions
 from forebay.model.tokenizer import Tokenizer
@@ -45,9 +46,14 @@ def sampled(tokenizer: Tokenizer, turn: str, cut: str | random.Random = "whole")
     return ids
 
 
+@lru_cache(maxsize=4)
+def _single_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
+    return {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
+
+
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """The tokens that are one byte each."""
-    single = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
+    """One token for each byte."""
+    single = _single_bytes(tokenizer)
     return [single[bytes([b])] for b in data]
 
 

@@ -18,7 +18,7 @@ _PIECE = 16384  # below the size at which torch splits elementwise work
 
 
 def _in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return function(x)
     flat = x.reshape(-1)
     spare = -flat.numel() % _LANES

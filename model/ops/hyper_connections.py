@@ -45,7 +45,7 @@ def spread_scale(scale: Tensor, streams: int) -> Tensor:
 
 def _sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
     """Alternate row and column normalisation of positive [n, S, S]; the first row step has no eps in its denominator."""
-    if comb.device.type == "cpu":
+    if comb.is_cpu:
         return _sinkhorn_numpy(comb, iterations, eps)
     comb = comb / comb.sum(-1, keepdim=True) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)

@@ -1,10 +1,11 @@
 """Linear layers over the stored formats, with row-tiled GEMMs whose result for a row never depends on its neighbours.
 
-Weights stay as stored (FP8 tiles, MXFP4 groups, bf16). To multiply, a weight is widened to fp32 one column tile at a time; widened tiles are
-kept in a `TileCache` of bounded size, least recently used first out, so a checkpoint needs about its own size in memory.
+Weights stay as stored (FP8 tiles, MXFP4 groups, bf16). To multiply, a weight is widened to fp32 one column tile at a time; widened tiles
+are kept in a `TileCache` of bounded size, least recently used first out, so a checkpoint needs about its own size in memory.
 
-Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE` rows
-(the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever shares the step.
+Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE`
+rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever
+shares the step.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Weight:
         self.cache = cache
         tile = max(1, COLUMN_TILE_BYTES // (4 * in_features))
         self.column_tile = max(GROUP, tile // GROUP * GROUP)
+        self.whole = out_features <= self.column_tile
 
     def widen(self, start: int, stop: int) -> Tensor:
         """fp32 [stop - start, in] of output rows start..stop."""
@@ -131,7 +133,7 @@ class StackedWeight(Weight):
 def matmul(x: Tensor, weight: Weight) -> Tensor:
     """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU."""
     rows = x.shape[0]
-    if 0 < rows <= ROW_TILE and x.device.type == "cpu" and weight.out_features <= weight.column_tile:
+    if 0 < rows <= ROW_TILE and weight.whole and x.is_cpu:
         padded = x if rows == ROW_TILE else functional.pad(x, (0, 0, 0, ROW_TILE - rows))
         return torch.mm(padded, weight.tile(0, weight.out_features))[:rows]
     out = torch.empty((rows, weight.out_features), dtype=torch.float32, device=x.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,22 +38,36 @@ def rope_table(positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
     return turn.real.contiguous(), turn.imag.contiguous()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the last 2*pairs channels of x by the angles of its row; the rest passes through.
+class Turn(NamedTuple):
+    """A rotation ready to be applied to neighbouring pairs: (a, b) -> (a c - b s, b c + a s) as x * cos + swap(x) * sin.
+
+    cos: [n, 2 * pairs] fp32, each cosine twice. sin: [n, 2 * pairs] fp32, each sine as (-s, s).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def turn_at(positions: Tensor, freqs: Tensor) -> Turn:
+    """The rotation of each position, [n] int64."""
+    cos, sin = rope_table(positions, freqs)
+    return Turn(cos.repeat_interleave(2, 1), torch.stack((-sin, sin), -1).flatten(1))
+
+
+def rotate(x: Tensor, turn: Turn, *, inverse: bool = False) -> Tensor:
+    """Rotate the last 2 * pairs channels of x by the angle of its row; the rest passes through.
 
     Args:
-        x: [n, ..., dim] bf16; row i uses cos[i], sin[i].
-        cos, sin: [n, pairs] fp32.
+        x: [n, dim] or [n, heads, dim] bf16; row i uses row i of `turn`.
         inverse: rotate back (the attention output carries the rotation of its values).
     Returns:
-        [n, ..., dim] bf16, rotation in fp32 and rounded once.
+        x's shape, bf16, rotation in fp32 and rounded once.
     """
-    pairs = cos.shape[-1]
-    shape = (cos.shape[0],) + (1,) * (x.dim() - 2) + (pairs,)
-    c, s = cos.view(shape), sin.view(shape)
-    if inverse:
-        s = -s
-    tail = x[..., -2 * pairs :].float().unflatten(-1, (pairs, 2))
-    a, b = tail[..., 0], tail[..., 1]
-    turned = torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2).to(torch.bfloat16)
-    return torch.cat((x[..., : -2 * pairs], turned), -1)
+    cos, sin = turn
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    width = cos.shape[-1]
+    tail = x[..., -width:].float()
+    swapped = tail.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = tail * cos - swapped * sin if inverse else tail * cos + swapped * sin
+    return torch.cat((x[..., :-width], turned.to(torch.bfloat16)), -1)

@@ -23,7 +23,7 @@ def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | 
     Returns:
         [n, k] int64 positions in the full row, ascending, -1 where nothing (finite) was left to choose.
     """
-    n, m = scores.shape
+    m = scores.shape[1]
     take = min(k, m)
     best = torch.topk(scores, take, dim=-1)
     chosen = best.indices if columns is None else columns.gather(1, best.indices)

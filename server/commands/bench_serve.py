@@ -215,8 +215,8 @@ def _figures(args: argparse.Namespace, url: str, phases: dict[str, list[Phase]])
             "errors": errors[:5],
         }
     if "one by one" in phases:
-        rounds = zip(phases["at once"], phases["one by one"], strict=True)
-        ratios = [many.tokens_per_second / one.tokens_per_second for many, one in rounds if one.finished]
+        pairs = zip(phases["at once"], phases["one by one"], strict=True)
+        ratios = [many.tokens_per_second / one.tokens_per_second for many, one in pairs if one.finished]
         figures["ratio"] = statistics.median(ratios) if ratios else None
     return figures
 

@@ -14,11 +14,13 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -103,10 +105,12 @@ def raise_file_limit(config: Config) -> None:
 def build(config: Config, threads: int, progress: Callable[[int, int, str], None]) -> EngineClient:
     """Load the model and build its engine (blocks; minutes for a large checkpoint)."""
     # Imported here: this brings torch, which must come after the thread settings and need not be there for a usage error.
+    progress(0, 0, "importing torch")
     from forebay.engine.launch import build_client
     from forebay.engine.options import EngineOptions
     from forebay.engine.plan import kv_tokens_in
 
+    progress(0, 0, "looking at the model")
     engine, cache = config.engine, config.cache
     kv_tokens = cache.kv_tokens if cache.kv_bytes is None else kv_tokens_in(config.model.path, cache.kv_bytes)
     options = EngineOptions(
@@ -132,6 +136,12 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         options=options,
         progress=progress,
     )
+
+
+def own_command() -> str:
+    """How the reader can call us: by name if the shell finds it, else by the path of the environment we run in."""
+    beside = Path(sys.executable).with_name("forebay")
+    return "forebay" if shutil.which("forebay") or not beside.exists() else os.path.relpath(beside)
 
 
 class HttpServer(uvicorn.Server):
@@ -230,6 +240,6 @@ class Service:
             f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
             "Try it:",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  forebay chat --url {url}",
+            f"  {own_command()} chat --url {url}",
         ]
         print("\n".join(lines), flush=True)

@@ -510,7 +510,7 @@ def test_random_bodies_are_encoded_or_refused(codec: ChatCodec) -> None:
         "parallel_tool_calls": False,
     }
     encoded = refused = 0
-    for _ in range(3000):
+    for _ in range(1500):
         try:
             prompt = codec.encode(mutate(draw, body) if draw.random() < 0.9 else random_json(draw))
         except RequestError:
@@ -519,7 +519,7 @@ def test_random_bodies_are_encoded_or_refused(codec: ChatCodec) -> None:
             assert prompt.token_ids[0] == 0
             encoded += 1
     assert encoded > 100
-    assert refused > 1000
+    assert refused > 500
 
 
 # ---- the vendor's library as a second opinion

@@ -101,6 +101,9 @@ CASES: list[tuple[str, ParseOptions, str, str, Heard]] = [
     ("nameless", ANSWER, "a<⟦D⟧ invoke nam=\"f\">", "stop", Heard("", 'a<｜DSML｜ invoke nam="f">', [], "stop")),
     ("endless_attribute", ANSWER, 'a<⟦D⟧ invoke name="' + "y" * 5000, "stop",
      Heard("", 'a<｜DSML｜ invoke name="' + "y" * 5000, [], "stop")),
+    ("long_attribute", ANSWER, f'<⟦D⟧ invoke name="{"y" * 4000}"/>', "stop", Heard("", "", [("y" * 4000, "{}")], "tool_calls")),
+    ("too_long_attribute", ANSWER, f'<⟦D⟧ invoke name="{"y" * 4200}"/>', "stop",
+     Heard("", f'<｜DSML｜ invoke name="{"y" * 4200}"/>', [], "stop")),
     ("unquoted_rest", ANSWER, "see <⟦D⟧ calls, which", "stop", Heard("", "see <｜DSML｜ calls, which", [], "stop")),
     ("wrapped", KNOWN, block(invoke(param("arguments", '{"a": 1, "b": "x"}', False))), "stop",
      Heard("", "", [("f", '{"a": 1, "b": "x"}')], "tool_calls")),
@@ -151,7 +154,8 @@ def test_every_token_of_a_string_argument_is_sent_at_once(tokenizer: Tokenizer) 
         deltas += fresh
     waiting = sum(tokenizer.token_text(token_id).endswith(("<", "</")) for token_id in ids)  # these may open a tag
     assert streamed == len(ids) - waiting > 1000
-    deltas += [d for i in sampled(tokenizer, "</⟦D⟧ parameter>\n</⟦D⟧ invoke>\n</⟦D⟧ calls>") for d in parser.push(i)] + parser.finish("stop")
+    deltas += [d for i in sampled(tokenizer, "</⟦D⟧ parameter>\n</⟦D⟧ invoke>\n</⟦D⟧ calls>") for d in parser.push(i)]
+    assert parser.finish("stop") == []
     assert json.loads(heard(deltas).calls[0][1]) == {"text": value}
 
 
@@ -202,7 +206,8 @@ def test_random_turns_do_not_depend_on_the_cut(tokenizer: Tokenizer) -> None:
         " calls>", " invoke", ' name="f"', ' name="a"', " parameter", ' string="true"',
         ' string="false"', "1", "x", '"', "/", "漢",
         "<⟦D⟧ calls>\n", '<⟦D⟧ invoke name="f">\n', "</⟦D⟧ invoke>", "</⟦D⟧ calls>",
-        '<⟦D⟧ parameter name="a" string="true">', '<⟦D⟧ parameter name="input" string="false">', "</⟦D⟧ parameter>", '{"a": 1}', "```", "```json\n",
+        '<⟦D⟧ parameter name="a" string="true">', '<⟦D⟧ parameter name="input" string="false">',
+        "</⟦D⟧ parameter>", '{"a": 1}', "```", "```json\n",
     ]  # fmt: skip
     for _ in range(1500):
         turn = "".join(draw.choice(pieces) for _ in range(draw.randint(1, 14)))

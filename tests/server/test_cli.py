@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -119,6 +120,15 @@ def test_chat_without_a_server_is_one_sentence(capsys: Printed) -> None:
     err = capsys.readouterr().err
     assert err.startswith("forebay: there is no server at http://127.0.0.1:9")
     assert err.count("\n") == 1
+
+
+def test_file_that_cannot_be_used_is_one_sentence(capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **names: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/models/v41/config.json")
+
+    monkeypatch.setattr("forebay.engine.plan.plan", refuse)
+    assert cli.main(["check", "demo"]) == 1
+    assert capsys.readouterr().err == "forebay: /models/v41/config.json: Permission denied\n"
 
 
 def test_threads_are_set_up_before_torch_is_loaded(repository: Path) -> None:

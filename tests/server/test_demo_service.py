@@ -1,4 +1,4 @@
-"""The demo checkpoint served by the real command: what it prints works, `chat` and `bench` talk to it, and it drains with streams running."""
+"""The demo checkpoint served by the real command: its printed line works, `chat` and `bench` talk to it, and it drains."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_printed_curl_gets_an_answer(demo: tuple[str, list[str]]) -> None:
     assert answer["usage"]["completion_tokens"] >= 1
 
 
-def test_chat_streams_and_gives_the_figures(demo: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_streams_and_gives_the_figures(
+    demo: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     url, _ = demo
     said = iter(["Hello", "/effort 7", "/effort 700", "And then?", "/reset", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
@@ -73,7 +75,9 @@ def test_chat_streams_and_gives_the_figures(demo: tuple[str, list[str]], monkeyp
     assert "forgotten" in out
 
 
-def test_chat_shows_a_refusal_and_goes_on(demo: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_shows_a_refusal_and_goes_on(
+    demo: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = iter(["Hello", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     assert cli.main(["chat", "--url", demo[0], "--name", "no-such-model"]) == 0

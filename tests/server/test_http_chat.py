@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from forebay.server.config import load
 from forebay.server.limits import ServerOptions
 from script_engine import Script, Served, serve
 
@@ -39,7 +40,7 @@ def test_whole_answer_has_every_field(served: Served, client: openai.OpenAI) -> 
     answer = client.chat.completions.create(model="script", messages=HI, temperature=0)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "An answer.", "stop")
-    assert choice.message.reasoning_content == "I think."  # type: ignore[attr-defined]
+    assert choice.message.reasoning_content == "I think."
     assert choice.message.tool_calls is None
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
@@ -55,7 +56,7 @@ def test_whole_answer_has_every_field(served: Served, client: openai.OpenAI) -> 
     assert usage.prompt_tokens_details.cached_tokens == 7
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.reasoning_tokens == len(served.engine.ids("I think."))
-    assert (usage.prompt_cache_hit_tokens, usage.prompt_cache_miss_tokens) == (7, prompt - 7)  # type: ignore[attr-defined]
+    assert (usage.prompt_cache_hit_tokens, usage.prompt_cache_miss_tokens) == (7, prompt - 7)
 
 
 def test_model_names_and_aliases(client: openai.OpenAI) -> None:
@@ -122,18 +123,19 @@ def test_choices_share_the_prompt_and_count_it_once(served: Served, client: open
     assert sorted(finishes) == [0, 1, 2]
 
 
-def test_one_failing_choice_fails_the_request(served: Served, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_one_failing_choice_fails_the_request(served: Served, client: openai.OpenAI, raises: bool) -> None:
     tokens = served.engine.ids("word " * 50)
 
     def answer(request: Any) -> Script:
-        return Script(tokens, delay_s=0.001, fail_at=3 if request.params.seed == 1 else None)
+        return Script(tokens, delay_s=0.001, fail_at=3 if request.params.seed == 1 else None, raises=raises)
 
     served.engine.answer = answer
     with pytest.raises(openai.InternalServerError) as error:
         client.chat.completions.create(model="script", messages=HI, n=2, seed=0)
     assert "device on fire" not in error.value.message
     served.wait(lambda: not served.engine.running)
-    assert len(served.engine.aborted) == 1
+    assert len(served.engine.aborted) == 1 + raises  # the other one, and the one that raised
 
 
 @pytest.mark.parametrize(
@@ -199,14 +201,14 @@ def test_default_effort_is_the_operators_and_the_switch_the_callers(served: Serv
         create = client.chat.completions.with_raw_response.create
         efforts = [
             create(model="script", messages=HI).headers["x-forebay-effort"],
-            create(model="script", messages=HI, reasoning_effort=1).headers["x-forebay-effort"],  # type: ignore[arg-type]
+            create(model="script", messages=HI, reasoning_effort=1).headers["x-forebay-effort"],
             create(model="script", messages=HI, extra_body=PLAIN).headers["x-forebay-effort"],
             create(model="script", messages=HI, reasoning_effort="none").headers["x-forebay-effort"],
         ]
         assert efforts == ["33", "1", "off", "off"]
         served.engine.say("Thought.</think>Said.")
         answer = client.chat.completions.create(model="script", messages=HI, extra_body={"forebay": {"explain": True}})
-        assert answer.forebay["effort"] == 33  # type: ignore[attr-defined]
+        assert answer.forebay["effort"] == 33
         assert reasoning_tokens(answer) == len(served.engine.ids("Thought."))
     with serve(served.engine, ServerOptions(thinking_default=False)) as other, other.client() as client:
         client.chat.completions.create(model="script", messages=HI)
@@ -218,15 +220,15 @@ def test_default_effort_is_the_operators_and_the_switch_the_callers(served: Serv
 def test_explain_tells_where_the_prompt_came_from(served: Served, client: openai.OpenAI) -> None:
     served.engine.cached = 4
     explain = {"forebay": {"explain": True}}
-    told = client.chat.completions.create(model="script", messages=HI, extra_body=explain).forebay  # type: ignore[attr-defined]
+    told = client.chat.completions.create(model="script", messages=HI, extra_body=explain).forebay
     prompt = len(served.engine.requests[0].prompt_ids)
     assert told["tiers"] == {"hbm": 4, "ssd": 0, "compute": prompt - 4}
     assert (told["window"], told["replayed"], told["preemptions"], told["effort"]) == ("none", 0, 0, 75)
     assert 0 <= told["queue_s"] <= told["ttft_s"] <= told["total_s"]
-    several = client.chat.completions.create(model="script", messages=HI, n=2, extra_body=explain).forebay  # type: ignore[attr-defined]
+    several = client.chat.completions.create(model="script", messages=HI, n=2, extra_body=explain).forebay
     assert len(several["choices"]) == 2
     chunks = list(client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=explain))
-    assert chunks[-1].forebay["tiers"]["hbm"] == 4  # type: ignore[attr-defined]
+    assert chunks[-1].forebay["tiers"]["hbm"] == 4
     assert not hasattr(client.chat.completions.create(model="script", messages=HI), "forebay")
 
 
@@ -237,7 +239,9 @@ def test_include_reasoning_false_hides_but_counts(served: Served, client: openai
         assert not hasattr(answer.choices[0].message, "reasoning_content")
         assert reasoning_tokens(answer)
         chunks = client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=extra)
-        assert "secret" not in "".join(chunk.model_dump_json() for chunk in chunks)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert "".join(delta.content or "" for delta in deltas) == "open"
+        assert not any(hasattr(delta, "reasoning_content") for delta in deltas)
 
 
 @pytest.mark.case("B062")
@@ -266,7 +270,7 @@ def test_empty_contents_of_call_turns_render_alike(served: Served, client: opena
     assert len({r.prompt.text for r in served.engine.requests if r.prompt}) == 1
     client.chat.completions.create(model="script", messages=[*HI, {"role": "assistant", "content": ""}, *HI])
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="script", messages=[*HI, {"role": "user", "content": None}])  # type: ignore[list-item]
+        client.chat.completions.create(model="script", messages=[*HI, {"role": "user", "content": None}])
     assert error.value.param == "messages[1].content"
 
 
@@ -281,7 +285,7 @@ def test_developer_is_system_level_text(served: Served, client: openai.OpenAI) -
     assert texts[0::2] == texts[1::2]
     assert all("Be brief." in text for text in texts)
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="script", messages=[*HI, {"role": "wizard", "content": "x"}])  # type: ignore[list-item]
+        client.chat.completions.create(model="script", messages=[*HI, {"role": "wizard", "content": "x"}])
     assert error.value.param == "messages[1].role"
 
 
@@ -316,7 +320,7 @@ def test_finish_reason_agrees_with_the_message(
         "extra_body": {"thinking": {"type": "enabled" if thinking else "disabled"}}, **({"max_tokens": limit} if limit else {}),
     }  # fmt: skip
     whole = client.chat.completions.create(**fields).choices[0]
-    calls = [{"name": c.function.name, "arguments": c.function.arguments} for c in whole.message.tool_calls or ()]  # type: ignore[union-attr]
+    calls = [{"name": c.function.name, "arguments": c.function.arguments} for c in whole.message.tool_calls or ()]
     assert (whole.message.content or "", calls, whole.finish_reason) == _collected(client, **fields)
     assert whole.message.tool_calls != []
     if whole.finish_reason == "tool_calls":
@@ -335,8 +339,9 @@ def test_finish_reason_agrees_with_the_message(
 def test_request_fields_reach_the_engine(served: Served, client: openai.OpenAI) -> None:
     body = {
         "temperature": 0.5, "top_p": 0.4, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.2, "presence_penalty": -0.3,
-        "repetition_penalty": 1.1, "logit_bias": {"5": -100, "6": 3.5}, "seed": -4, "max_tokens": 9, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [8],
-        "allowed_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 3,
+        "repetition_penalty": 1.1, "logit_bias": {"5": -100, "6": 3.5}, "seed": -4, "max_tokens": 9, "min_tokens": 2,
+        "stop": ["a", "b"], "stop_token_ids": [8], "allowed_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True,
+        "logprobs": True, "top_logprobs": 3,
         "priority": -5, "cache_salt": "tenant-1", "forebay": {"prefill": "exact"},
     }  # fmt: skip
     client.chat.completions.create(model="script", messages=HI, extra_body=body)
@@ -371,8 +376,21 @@ def test_token_ids_on_request(served: Served, client: openai.OpenAI) -> None:
     extra = {**PLAIN, "return_token_ids": True}
     answer = client.chat.completions.create(model="script", messages=HI, extra_body=extra)
     prompt = served.engine.requests[0].prompt_ids
-    assert answer.prompt_token_ids == prompt  # type: ignore[attr-defined]
-    assert answer.choices[0].token_ids == tokens  # type: ignore[attr-defined]
+    assert answer.prompt_token_ids == prompt
+    assert answer.choices[0].token_ids == tokens
     chunks = list(client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=extra))
     assert [i for c in chunks for choice in c.choices for i in getattr(choice, "token_ids", [])] == tokens
-    assert chunks[-1].prompt_token_ids == prompt  # type: ignore[attr-defined]
+    assert chunks[-1].prompt_token_ids == prompt
+
+
+def test_options_come_from_the_configuration() -> None:
+    config, _ = load(flags={
+        "model.name": ("--set", "flash"), "model.aliases": ("--set", "a,b"), "engine.default_effort": ("--set", "none"),
+        "server.body_limit_bytes": ("--set", "2MiB"), "server.keepalive_comment_s": ("--set", "0"),
+        "engine.max_output_tokens.plain": ("--set", "77"),
+    })  # fmt: skip
+    options = ServerOptions.from_config(config)
+    assert (options.model_name, options.aliases, options.thinking_default) == ("flash", ("a", "b"), False)
+    assert (options.max_body, options.keepalive_comment_s, options.output_plain) == (2 << 20, 0, 77)
+    defaults, _ = load()
+    assert ServerOptions.from_config(defaults) == ServerOptions()

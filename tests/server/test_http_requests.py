@@ -15,6 +15,7 @@ from forebay.model.errors import RequestError
 from forebay.server.body import decode, parse_object
 from forebay.server.errors import HttpError
 from forebay.server.limits import ServerOptions
+from forebay.server.protocol import KNOWN
 from script_engine import Script, Served
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -255,11 +256,39 @@ def test_ids_that_the_model_lacks_never_reach_it(served: Served, field: str) -> 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"])
 def test_numbers_that_are_none_are_refused_and_neighbours_undisturbed(served: Served, client: openai.OpenAI, field: str) -> None:
     served.engine.answer = Script([*served.engine.ids("</think>A quiet neighbour speaks."), served.engine.tokenizer.eos_id], delay_s=0.002)
-    stream = client.chat.completions.create(model="script", messages=HI, stream=True)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(model="script", messages=HI, stream=True)
     for value in ("NaN", "Infinity", "-Infinity", "1e38", "-1e38", "1e999"):
         body = b'{"messages": [{"role": "user", "content": "x"}], "%b": %b}' % (field.encode(), value.encode())
         assert refused(post(served, content=body))["param"] == field
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "A quiet neighbour speaks."
+
+
+STRANGE: list[Any] = [
+    True, False, 0, -1, 1.5, 2**63, 2**70, -(10.0**300), "", "x", "\x00", "5", "<｜end▁of▁sentence｜>", "ﷺ🙂" * 50, [], [[]], [None], ["x"],
+    [5], [{}], {}, {"": None}, {"type": 5}, {"type": "function"}, {"x": {"y": [1]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", sorted(KNOWN | {"forebay.explain", "never_heard_of"}))
+def test_any_value_in_any_field_is_served_or_refused(served: Served, field: str) -> None:
+    served.engine.say("</think>Fine.")
+    for value in STRANGE:
+        body: dict[str, Any] = {"messages": HI, "max_tokens": 4}
+        response = post(served, {**body, "stream": True, field: value} if field != "stream" else {**body, field: value})
+        if response.status_code != 200:
+            refused(response, 404 if field == "model" and isinstance(value, str) else 400)
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            assert '"error"' not in response.text
+
+
+@pytest.mark.parametrize("place", ["role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name", "prefix", "task"])
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "function", "developer"])
+def test_any_value_in_any_message_is_served_or_refused(served: Served, role: str, place: str) -> None:
+    for value in STRANGE:
+        message = {"role": role, "content": "x", "tool_call_id": "a", "name": "b", place: value}
+        response = post(served, {"messages": [*HI, message], "max_tokens": 4})
+        if response.status_code != 200:
+            assert refused(response)["param"].startswith("messages")
 
 
 def test_engine_refusals_keep_their_field(served: Served) -> None:

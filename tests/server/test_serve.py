@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -18,6 +19,10 @@ from typing import Any
 
 import httpx
 import pytest
+
+from forebay.engine.options import EngineOptions
+from forebay.server.commands.serve import build
+from forebay.server.config import load
 
 FAKE = Path(__file__).with_name("fake_service.py")
 WAIT_S = 60.0
@@ -213,3 +218,31 @@ def test_warns_if_too_few_files_are_allowed() -> None:
         process.send_signal(signal.SIGTERM)
         _, _, err = end(process)
     assert "only 256 open files are allowed, 1344 may be needed" in err
+
+
+def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = {
+        "max_context": 1000,
+        "max_sequences": 5,
+        "encoder_tokens": 64,
+        "decoder_tokens": 65,
+        "max_queued_requests": 7,
+        "max_queue_wait_s": 8.0,
+        "aging_s": 9.0,
+        "weight_cache_bytes": 10_000,
+        "default_effort": 11,
+        "poison": True,
+    }
+    flags = {f"engine.{name}": ("--set", value) for name, value in values.items()}
+    others = {"cache.kv_bytes": 113_920 * 2, "cache.prefix_reuse": False, "engine.prefill": "exact"}
+    others |= {"model.path": "synthetic:v41-flash", "model.name": "big"}
+    config, _ = load(None, flags | {key: ("--set", value) for key, value in others.items()})
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("forebay.engine.launch.build_client", lambda **arguments: given.update(arguments))
+    build(config, 3, lambda done, total, name: None)
+    expected = EngineOptions(**values, kv_tokens=256, prefix_reuse=False)
+    assert given.pop("options") == expected
+    untouched = [field.name for field in dataclasses.fields(expected) if getattr(expected, field.name) == field.default]
+    assert not untouched  # every option of the engine was told to differ from its default
+    given.pop("progress")
+    assert given == {"model": "synthetic:v41-flash", "model_name": "big", "device": "cpu", "threads": 3, "prefill": "exact"}

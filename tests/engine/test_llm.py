@@ -1,0 +1,237 @@
+"""The engine without HTTP: generate, score, trace, and what errors leave behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from engines import WINDOW, assert_idle, fresh, greedy, prompt, same, tiny, tiny_checkpoint
+from forebay.engine.llm import LLM
+from forebay.engine.types import EngineError, SamplingParams
+from forebay.model.errors import ConfigError, RequestError
+from forwards import Hand
+
+
+def test_text_ids_and_lists_of_either() -> None:
+    llm = fresh(tiny())
+    ids = llm.tokenizer.encode_special("Hello there")
+    by_text = llm.generate("Hello there", greedy(4))
+    by_ids = llm.generate(ids, greedy(4))
+    both = llm.generate(["Hello there", "Hello there"], [greedy(4), greedy(2)])
+    assert [o.prompt_ids for o in (*by_text, *by_ids, *both)] == [ids] * 4
+    assert by_text[0].token_ids == by_ids[0].token_ids == both[0].token_ids
+    assert both[1].token_ids == both[0].token_ids[:2]
+    assert by_text[0].text == llm.tokenizer.decode(by_text[0].token_ids)
+
+
+def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first() -> None:
+    llm = fresh(tiny())
+    prompts = [prompt(5 + i, i) for i in range(5)]
+    outputs = llm.generate(prompts, [greedy(9 - 2 * i) for i in range(5)])
+    assert [o.prompt_ids for o in outputs] == prompts
+    assert [len(o.token_ids) for o in outputs] == [9, 7, 5, 3, 1]
+    assert [o.usage.completion_tokens for o in outputs] == [9, 7, 5, 3, 1]
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    llm = fresh(tiny("bounded", max_queued_requests=2, max_sequences=2))
+    assert [len(o.token_ids) for o in llm.generate([prompt(4, i) for i in range(9)], greedy(2))] == [2] * 9
+
+
+def test_n_choices_have_seeds_of_their_own() -> None:
+    llm = fresh(tiny())
+    params = SamplingParams(temperature=1.0, seed=2**63 - 2, max_tokens=6, ignore_eos=True, n=3)
+    outputs = llm.generate([prompt(6), prompt(9)], params)
+    assert [o.prompt_ids for o in outputs] == [prompt(6)] * 3 + [prompt(9)] * 3
+    assert len({tuple(o.token_ids) for o in outputs[:3]}) == 3
+    second = llm.generate(prompt(6), SamplingParams(temperature=1.0, seed=2**63 - 1, max_tokens=6, ignore_eos=True))
+    third = llm.generate(prompt(6), SamplingParams(temperature=1.0, seed=-(2**63), max_tokens=6, ignore_eos=True))
+    assert [o.token_ids for o in outputs[1:3]] == [second[0].token_ids, third[0].token_ids]
+
+
+def test_without_a_seed_answers_differ() -> None:
+    llm = fresh(tiny())
+    params = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    assert len({tuple(o.token_ids) for o in llm.generate([prompt(6)] * 4, params)}) == 4
+
+
+def test_logit_bias_and_allowed_ids_reach_the_sampler() -> None:
+    llm = fresh(tiny())
+    plain, biased, allowed = llm.generate(
+        [prompt(6)] * 3, [greedy(3), greedy(3, logit_bias={77: 100.0}), greedy(3, allowed_token_ids=(70, 71))]
+    )
+    assert 77 not in plain.token_ids
+    assert biased.token_ids == [77, 77, 77]
+    assert set(allowed.token_ids) <= {70, 71}
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_logprobs_are_those_of_the_exact_logits(temperature: float) -> None:
+    """Of one forward pass over prompt and output; equal index scores are told apart over the width of the prompt, so it must be known."""
+    llm = fresh(tiny("exact"))
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=5, ignore_eos=True, logprobs=3, logit_bias={90: 2.0})
+    (output,) = llm.generate(prompt(19), params)
+    everything = output.prompt_ids + output.token_ids
+    with Hand(llm, everything, prompt_tokens=19) as hand:
+        table = hand.feed(0, len(everything)).log_softmax(-1)
+    assert output.logprobs is not None
+    for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        row = table[18 + place]
+        assert (entry.token_id, entry.logprob) == (token, row[token].item())
+        assert [value for _, value in entry.top] == row.topk(3).values.tolist()
+
+
+def test_prompt_logprobs_are_exact_and_do_not_depend_on_the_generation() -> None:
+    """Also where bounded prefill is the rule, in chunks, beside others, and for prompts longer than what is scored at once."""
+    llm = fresh(tiny("bounded", encoder_tokens=33))
+    ids = prompt(100)
+    table = llm.score(ids).log_softmax(-1)
+    greedy_one, drawn, _ = llm.generate(
+        [ids, ids, prompt(40, 2)],
+        [greedy(1, prompt_logprobs=2), SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True, prompt_logprobs=2), greedy(9)],
+    )
+    assert greedy_one.prompt_logprobs == drawn.prompt_logprobs
+    found = greedy_one.prompt_logprobs
+    assert found is not None
+    assert found[0] is None
+    assert len(found) == 100
+    for place, entry in enumerate(found[1:], 1):
+        assert entry is not None
+        assert (entry.token_id, entry.logprob) == (ids[place], table[place - 1, ids[place]].item())
+        assert [value for _, value in entry.top] == table[place - 1].topk(2).values.tolist()
+    assert greedy_one.tiers.hbm == drawn.tiers.hbm == 0
+
+
+def test_scoring_a_prompt_of_one_token() -> None:
+    (output,) = fresh(tiny()).generate([[70]], greedy(2, prompt_logprobs=1))
+    assert output.prompt_logprobs == [None]
+
+
+# Score and trace
+
+
+def test_score_leaves_nothing_and_takes_nothing() -> None:
+    llm = fresh(tiny("bounded", encoder_tokens=33))
+    ids = prompt(50, 3)
+    first = llm.score(ids)
+    assert first.shape == (50, llm.engine.vocab_size)
+    assert first.dtype == torch.float32
+    assert llm.engine.manager.stats().indexed == 0
+    llm.generate(ids, greedy(2))
+    assert torch.equal(llm.score(ids), first)
+    assert_idle(llm.engine)
+
+
+def test_trace_names_what_it_documents() -> None:
+    llm = fresh(tiny())
+    ids, config = prompt(21, 4), llm.config
+    found = llm.trace(ids)
+    width, streams = config.hidden_size, config.hc_mult
+    shapes = {
+        "logits": (21, config.vocab_size),
+        "encoder.out_h": (21, streams, width),
+        "encoder.out_pre_mix": (21, streams),
+        "encoder.collapsed": (21, width),
+        "encoder.decoder_attn_in": (21, width),
+        "layer0.topk": (21, config.index_topk),
+        "layer1.router_indices": (21, config.num_experts_per_tok),
+        "layer1.engram_rows": (21, config.engram_columns),
+        "layer0.main_kv": (10, config.head_dim),
+        "layer2.main_kv": (21, config.head_dim),
+        "layer2.index_k": (21, config.index_head_dim),
+    }
+    assert {name: tuple(found[name].shape) for name in shapes} == shapes
+    assert torch.equal(found["logits"], llm.score(ids))
+    assert torch.equal(found["encoder.decoder_attn_in"], found["layer2.attn_in"])
+
+
+def test_score_and_trace_refuse_what_does_not_fit() -> None:
+    llm = fresh(tiny("bounded", max_context=40))
+    for call in (llm.score, llm.trace):
+        with pytest.raises(RequestError) as error:
+            call(prompt(41))
+        assert error.value.param == "token_ids"
+        with pytest.raises(RequestError):
+            call([5000])
+        with pytest.raises(RequestError):
+            call([])
+    assert_idle(llm.engine)
+
+
+# Errors
+
+
+def test_one_bad_request_runs_none() -> None:
+    llm = fresh(tiny("bounded", max_context=40))
+    steps = llm.engine.metrics.registry.get_sample_value("forebay_step_tokens_total")
+    for prompts, params, field in (
+        ([prompt(5), prompt(40)], greedy(3), "prompt"),
+        ([prompt(5), []], greedy(3), "prompt"),
+        ([prompt(5), prompt(6)], [greedy(3), greedy(3, stop_token_ids=(5000,))], "stop_token_ids"),
+        ([prompt(5), prompt(6)], [greedy(3)], "params"),
+        ([], greedy(3), "prompts"),
+    ):
+        with pytest.raises(RequestError) as error:
+            llm.generate(prompts, params)
+        assert error.value.param == field
+        assert_idle(llm.engine)
+    assert llm.engine.metrics.registry.get_sample_value("forebay_step_tokens_total") == steps
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_broken_step_the_engine_is_as_new(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fresh(tiny())
+    (before,) = llm.generate(prompt(9), greedy(4))
+    fresh(llm)
+    runner = llm.engine.runner
+    run, calls = runner.run, []
+
+    def breaks(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+        return run(*args)
+
+    monkeypatch.setattr(runner, "run", breaks)
+    with pytest.raises(error):
+        llm.generate([prompt(9), prompt(70, 1), prompt(6, 2)], greedy(40))
+    assert_idle(llm.engine)
+    monkeypatch.undo()
+    fresh(llm)
+    same(llm.generate(prompt(9), greedy(4))[0], before)
+
+
+def test_a_request_that_fails_alone_is_raised() -> None:
+    llm = fresh(tiny())
+    head = llm.engine.runner.backbone.logits
+    llm.engine.runner.backbone.logits = lambda hidden: head(hidden) + torch.nan  # type: ignore[method-assign]
+    try:
+        with pytest.raises(EngineError, match="not finite"):
+            llm.generate(prompt(9), greedy(4))
+    finally:
+        del llm.engine.runner.backbone.logits
+    assert_idle(llm.engine)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError) as error:
+        LLM(str(tiny_checkpoint()), max_sequence=4)
+    assert error.value.param == "max_sequence"
+    with pytest.raises(ConfigError):
+        LLM(str(tiny_checkpoint()), prefill="fast")  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_let_go_is_freed() -> None:
+    """With its weights and pools: programs load one model after another."""
+    llm = LLM(str(tiny_checkpoint()), max_sequences=2, kv_tokens=64)
+    llm.generate(prompt(WINDOW), greedy(2))
+    alive = [weakref.ref(part) for part in (llm.engine, llm.engine.runner.backbone, llm.engine.runner.blocks.data)]
+    del llm
+    gc.collect()
+    assert [part() for part in alive] == [None] * 3
