@@ -63,7 +63,12 @@ class ChatCodec:
         self._encoding = recipe.DeepseekV41Encoding().with_special_tokens(recipe.SpecialTokens(image=IMAGE))
 
     def encode(
-        self, body: Mapping[str, Any], *, default_effort: int | str = "high", thinking_default: bool = True
+        self,
+        body: Mapping[str, Any],
+        *,
+        default_effort: int | str = "high",
+        thinking_default: bool = True,
+        max_tokens: int | None = None,
     ) -> EncodedPrompt:
         """Render and tokenise a chat-completions request; takes CPU time in proportion to the text, most of it without the GIL.
 
@@ -73,6 +78,7 @@ class ChatCodec:
                 the older names of these.
             default_effort: effort of requests that name none; "none" answers them without thinking.
             thinking_default: whether requests that do not say think.
+            max_tokens: refuse a prompt that must be longer, as its bytes tell, before the work of tokenising it. Shorter ones may pass.
 
         Raises RequestError naming the field.
         """
@@ -87,7 +93,7 @@ class ChatCodec:
             json=request.json,
         )
         return EncodedPrompt(
-            token_ids=self._token_ids(segments),
+            token_ids=self._token_ids(segments, max_tokens),
             text="".join(segment.text for segment in segments),
             thinking=request.thinking,
             effort=request.effort,
@@ -126,7 +132,15 @@ class ChatCodec:
             segments = [*(segments if request.task == "action" else segments[:-2]), _Segment(f"<｜{request.task}｜>", True)]
         return segments
 
-    def _token_ids(self, segments: list[_Segment]) -> list[int]:
+    def _token_ids(self, segments: list[_Segment], max_tokens: int | None) -> list[int]:
+        if max_tokens is not None:
+            least = sum(len(s.text.encode()) for s in segments if not s.marker) // self._tokenizer.longest_token
+            if least > max_tokens:
+                raise RequestError(
+                    f"This model's maximum context length is {max_tokens} tokens. However, your messages are at least {least} tokens long.",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
         texts = self._tokenizer.encode_many([segment.text for segment in segments if not segment.marker])
         plain = iter(texts)
         ids: list[int] = []

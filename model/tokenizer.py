@@ -44,6 +44,7 @@ class Tokenizer:
     Attributes:
         vocab_size: highest id + 1.
         fingerprint: hex sha256 of the file.
+        longest_token: bytes of the longest token, so that a text of n bytes has at least n / longest_token tokens.
         bos_id, eos_id, pad_id, system_id, user_id, assistant_id, think_start_id, think_end_id, dsml_id, image_id:
             ids by spelling, None where the vocabulary lacks the token.
         stop_ids: ids that end a chat turn: end of sentence, and the markers that could only open another turn.
@@ -70,6 +71,7 @@ class Tokenizer:
         self._added = added
         self._bytes = _token_table(vocab, added, self.vocab_size)
         self._texts = [_complete_text(piece) for piece in self._bytes]
+        self.longest_token = max((len(piece) for piece in self._bytes), default=1) or 1
 
         self.bos_id = added.get(BOS)
         self.eos_id = added.get(EOS)

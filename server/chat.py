@@ -143,7 +143,9 @@ class ChatRoute:
         thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
 
         def encode() -> EncodedPrompt:
-            return engine.codec.encode(call.body, default_effort=options.default_effort, thinking_default=thinking)
+            return engine.codec.encode(
+                call.body, default_effort=options.default_effort, thinking_default=thinking, max_tokens=engine.max_context
+            )
 
         prompt = await self._lanes.run(size, encode)
         call.body.clear()  # nothing reads it again

@@ -144,10 +144,8 @@ class MemoRunner(Runner):
             logits[place, self.script(sequence.tokens)] = 9.0
             if sequence.id in self.spoil:
                 logits[place, 3] = torch.nan
-        scored: list[Tensor | None] = [
-            torch.zeros((row.decoder_rows, 1)) if row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens else None for row in rows
-        ]
-        return logits, scored
+        scores = [row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens for row in rows]
+        return logits, [torch.zeros((row.decoder_rows, 1)) if due else None for row, due in zip(rows, scores, strict=True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros((hidden.shape[0], self.backbone.config.vocab_size))

@@ -125,7 +125,7 @@ def test_prefill_goes_on_however_many_rows_decode(budget: int) -> None:
 
 
 def test_budgets_hold_and_everyone_comes_to_an_end() -> None:
-    """Random mixes, run to the end: no step exceeds a budget, every step moves the most urgent prompt, no position is left out or doubled."""
+    """Random mixes, run to the end: no step exceeds a budget, each moves the most urgent prompt, no position is left out or doubled."""
     numbers = random.Random(5)
     for _ in range(60):
         encoder, decoder = numbers.choice([1, 5, 16, 64]), numbers.choice([8, 16, 64])

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+
 from engines import Memo, assert_idle, continuation, greedy, short
 from forebay.engine import client as module
 from forebay.engine.batcher import Row

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engines import WINDOW, assert_idle, fresh, greedy, prompt, same, tiny, tiny_checkpoint
 from forebay.engine.llm import LLM
 from forebay.engine.types import EngineError, SamplingParams
@@ -92,10 +93,8 @@ def test_prompt_logprobs_are_exact_and_do_not_depend_on_the_generation() -> None
     llm = fresh(tiny("bounded", encoder_tokens=33))
     ids = prompt(100)
     table = llm.score(ids).log_softmax(-1)
-    greedy_one, drawn, _ = llm.generate(
-        [ids, ids, prompt(40, 2)],
-        [greedy(1, prompt_logprobs=2), SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True, prompt_logprobs=2), greedy(9)],
-    )
+    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True, prompt_logprobs=2)
+    greedy_one, drawn, _ = llm.generate([ids, ids, prompt(40, 2)], [greedy(1, prompt_logprobs=2), sampled, greedy(9)])
     assert greedy_one.prompt_logprobs == drawn.prompt_logprobs
     found = greedy_one.prompt_logprobs
     assert found is not None

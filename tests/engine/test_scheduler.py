@@ -104,7 +104,7 @@ def test_requests_of_one_moment_keep_their_order_at_any_later_time() -> None:
     made = [bench.add(f"r{i}", 4) for i in range(50)]
     for _ in range(20):
         bench.now += 0.000_123
-        assert sorted(reversed(made), key=bench.scheduler.rank) == made
+        assert sorted(made[::-1], key=bench.scheduler.rank) == made
 
 
 # Admission
@@ -348,19 +348,15 @@ def test_removal_gives_everything_back_wherever_a_sequence_is() -> None:
 @pytest.mark.case("B044")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_arrivals_and_removals_leaves_nothing_behind(seed: int) -> None:
-    """Few windows, few blocks, shared prefixes: whoever is first in order moves at every step, every block has its owners, all is free at the end."""
+    """Few windows, few blocks, shared prefixes: the first in order moves at every step, blocks have their owners, all is free at the end."""
     numbers = random.Random(seed)
     bench = Bench(blocks=24, max_sequences=numbers.choice([2, 5]), budget=numbers.choice([3, 32]))
     left, alive = 120, []
     for _ in range(20_000):
         if left and numbers.random() < 0.5:
             left -= 1
-            alive.append(
-                bench.add(
-                    f"r{left}", numbers.randrange(1, 90), number=numbers.randrange(4), priority=numbers.choice([0, 0, 0, -2, 3]),
-                    mode=numbers.choice(["bounded", "bounded", "exact"]),
-                )  # fmt: skip
-            )
+            priority, mode = numbers.choice([0, 0, 0, -2, 3]), numbers.choice(["bounded", "bounded", "exact"])
+            alive.append(bench.add(f"r{left}", numbers.randrange(1, 90), number=numbers.randrange(4), priority=priority, mode=mode))
         bench.now += 0.05
         rows = bench.step()
         assert rows or not alive

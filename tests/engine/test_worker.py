@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engines import WINDOW, Memo, assert_idle, continuation, greedy, short
 from forebay.engine import worker
 from forebay.engine.batcher import Row
@@ -432,7 +433,7 @@ def test_tiers_sum_to_the_prompt() -> None:
     memo = Memo()
     first = memo.add(short(40), greedy(3))
     memo.finish()
-    again = memo.add(short(40) + [7, 7, 7], greedy(3))
+    again = memo.add([*short(40), 7, 7, 7], greedy(3))
     window = memo.add(short(WINDOW + 3), greedy(3))
     memo.finish()
     tiers = {name: memo.last(name).tiers for name in (first, again, window)}

@@ -570,3 +570,12 @@ def test_random_conversations_render_like_the_vendors_conversion(codec: ChatCode
         prompt = codec.encode(body)
         assert prompt.text == encoding.render_conversation(conversation).prompt, body
         assert prompt.token_ids == encoding.encode(conversation), body
+
+
+def test_a_prompt_that_must_be_too_long_is_refused_before_tokenising(codec: ChatCodec) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 400_000}]}
+    with pytest.raises(RequestError) as caught:
+        codec.encode(body, max_tokens=1000)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "messages"
+    assert codec.encode({"messages": [{"role": "user", "content": "word " * 100}]}, max_tokens=1000).token_ids
