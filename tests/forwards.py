@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +21,8 @@ from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence as EngineSequence
 from forebay.engine.types import Request, SamplingParams
+from forebay.model.ops import linear
+from forebay.model.ops.linear import Weight
 
 ENCODER_ONLY = 1 << 40  # as `decoder_from`: no row runs the decoder half
 
@@ -136,6 +140,25 @@ def difference(found: Tensor, wanted: Tensor) -> str | None:
 def ulps(found: Tensor, wanted: Tensor) -> int:
     """Largest distance of two fp32 tensors of equal signs in units in the last place."""
     return int((found.contiguous().view(torch.int32).long() - wanted.contiguous().view(torch.int32).long()).abs().max())
+
+
+@contextmanager
+def reference_sums() -> Iterator[None]:
+    """Every product of a row as the reference computes it in decode: alone, by torch's linear."""
+    ours = linear.matmul
+
+    def theirs(x: Tensor, weight: Weight) -> Tensor:
+        w = weight.tile(0, weight.out_features).T.contiguous()
+        return torch.cat([torch.nn.functional.linear(x[i : i + 1], w) for i in range(x.shape[0])])
+
+    places = [m for name, m in sys.modules.items() if name.startswith("forebay.model.") and getattr(m, "matmul", None) is ours]
+    for module in places:
+        module.matmul = theirs  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in places:
+            module.matmul = ours  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

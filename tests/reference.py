@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from forebay.engine.llm import LLM
 from forebay.model.checkpoint import Weights
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.engram_map import class_history
-from forebay.model.loading import Loader
 from forebay.model.network import Backbone, Layer, Streams
 from forebay.model.ops import formats
 from forebay.model.ops.hyper_connections import collapse, mix
-from forebay.model.ops.linear import TileCache, bf16_linear, fp32_linear, quantised_linear
+from forebay.model.ops.linear import Fp8Weight, PlainWeight, TileCache, bf16_linear, fp32_linear, quantised_linear
 from forebay.model.ops.rms_norm import rms_norm
 from forebay.model.ops.rope import Turn, inverse_frequencies, rotate, turn_at
 from forebay.model.ops.sparse_attention import sparse_attention
+from forebay.model.source import resolve
 
 
 @dataclass
@@ -45,10 +46,29 @@ class Memory:
         return Memory(main=kept[0], index=kept[1], raw=kept[2])
 
 
+class _Tensors:
+    """The tensors of a checkpoint under a prefix."""
+
+    def __init__(self, source: Weights, prefix: str = "", cache: TileCache | None = None) -> None:
+        self.source, self.prefix, self.cache = source, prefix, cache or TileCache(64 << 20)
+
+    def at(self, name: str) -> _Tensors:
+        return _Tensors(self.source, f"{self.prefix}{name}.", self.cache)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.source.tensor(self.prefix + name)
+
+    def plain(self, name: str) -> PlainWeight:
+        return PlainWeight(self.tensor(name), self.cache)
+
+    def fp8(self, name: str, rows: tuple[int, int] | None = None) -> Fp8Weight:
+        return Fp8Weight(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"), self.cache, rows=rows)
+
+
 class AttentionWeights:
     """Tensors below layers.N.attn (spec §11)."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: _Tensors) -> None:
         rank, pairs = config.o_lora_rank, config.qk_rope_head_dim
         self.plan = plan
         self.wq_a, self.wq_b, self.wkv, self.wo_b = (load.fp8(name) for name in ("wq_a", "wq_b", "wkv", "wo_b"))
@@ -73,7 +93,7 @@ class ReferenceWeights:
 
     def __init__(self, backbone: Backbone, source: Weights) -> None:
         self.net, self.config, self.topology = backbone, backbone.config, backbone.topology
-        load = Loader(source, TileCache(64 << 20), torch.device("cpu"))
+        load = _Tensors(source)
         self.embed = load.tensor("embed.weight")
         self.attention = [AttentionWeights(self.config, p, load.at(f"layers.{p.index}.attn")) for p in self.topology.layers]
 
@@ -243,3 +263,23 @@ class Reference:
             return set()
         kept = [int(b) for b, s in zip(best.indices, best.values, strict=True) if s > -torch.inf]
         return {b * size + t for b in kept for t in range(size)}
+
+
+@dataclass
+class Net:
+    """A loaded network and what its references share."""
+
+    llm: LLM
+    weights: ReferenceWeights
+
+    @classmethod
+    def load(cls, model: str) -> Net:
+        llm = LLM(model, prefill="exact", kv_tokens=8192)
+        return cls(llm, ReferenceWeights(llm.engine.runner.backbone, resolve(model).open()))
+
+    def tokens(self, count: int, seed: int = 0) -> list[int]:
+        """Text-like: repeats make n-grams, and scores that tie."""
+        g = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, min(self.llm.config.vocab_size - 16, 400), (count,), generator=g)
+        ids[5::7] = ids[2 if count > 2 else 0]
+        return ids.tolist()

@@ -104,7 +104,8 @@ def test_requests_of_one_moment_keep_their_order_at_any_later_time() -> None:
     made = [bench.add(f"r{i}", 4) for i in range(50)]
     for _ in range(20):
         bench.now += 0.000_123
-        assert sorted(made[::-1], key=bench.scheduler.rank) == made
+        backwards = made[::-1]
+        assert sorted(backwards, key=bench.scheduler.rank) == made
 
 
 # Admission
@@ -348,7 +349,7 @@ def test_removal_gives_everything_back_wherever_a_sequence_is() -> None:
 @pytest.mark.case("B044")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_arrivals_and_removals_leaves_nothing_behind(seed: int) -> None:
-    """Few windows, few blocks, shared prefixes: the first in order moves at every step, blocks have their owners, all is free at the end."""
+    """Few windows, few blocks, shared prefixes: the first in order moves at every step, blocks have owners, all is free at the end."""
     numbers = random.Random(seed)
     bench = Bench(blocks=24, max_sequences=numbers.choice([2, 5]), budget=numbers.choice([3, 32]))
     left, alive = 120, []

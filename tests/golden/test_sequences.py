@@ -7,7 +7,6 @@ caches, logits. With our own order it is held to the bounds that the golden READ
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from forebay.engine.llm import LLM
 from forebay.engine.types import SamplingParams
 from forebay.model.batch import HalfState
 from forebay.model.indexer import Indexer
-from forebay.model.ops import formats, linear
-from forebay.model.ops.linear import Weight
+from forebay.model.ops import formats
 from forebay.model.ops.rope import Turn
-from forwards import GoldenSequence, Hand, difference
+from forwards import GoldenSequence, Hand, difference, reference_sums
 
 LoadSequence = Callable[[str], GoldenSequence]
 NAMES = ["T5", "T8", "T13", "T24", "T41", "T96", "T130"]
@@ -93,25 +91,6 @@ def test_trace_equals_golden(tiny_a: LLM, sequences: LoadSequence, same_sums: bo
             entry = config.head_dim // 2 + config.head_dim // 16 + config.index_head_dim // 2 + config.index_head_dim // 32
             assert trace[f"layer{layer.index}.kv_bytes"].shape == (len(g.ids) // layer.ratio, entry)
     assert torch.equal(trace["logits"], tiny_a.score(g.ids))
-
-
-@contextmanager
-def reference_sums() -> Iterator[None]:
-    """Every product of a row as the reference computes it in decode: alone, by torch's linear."""
-    ours = linear.matmul
-
-    def theirs(x: Tensor, weight: Weight) -> Tensor:
-        w = weight.tile(0, weight.out_features).T.contiguous()
-        return torch.cat([torch.nn.functional.linear(x[i : i + 1], w) for i in range(x.shape[0])])
-
-    places = [m for name, m in sys.modules.items() if name.startswith("forebay.model.") and getattr(m, "matmul", None) is ours]
-    for module in places:
-        module.matmul = theirs  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module in places:
-            module.matmul = ours  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from forebay.engine.llm import LLM
 from forebay.engine.types import SamplingParams
+from forebay.model.ops import formats
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -16,19 +18,41 @@ def both() -> tuple[LLM, LLM]:
     return LLM("demo", device="cpu", prefix_reuse=False), LLM("demo", device="cuda", prefix_reuse=False)
 
 
-def test_scores_agree_with_cpu(both: tuple[LLM, LLM]) -> None:
-    """Another summation order re-rolls FP8 rounding, so logits agree statistically: as close as two roundings of one network."""
+@pytest.fixture(scope="module")
+def traces(both: tuple[LLM, LLM]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     ids = [(i * i * 37 + 11 * i) % 3900 + 100 for i in range(200)]
-    cpu, cuda = (llm.score(ids) for llm in both)
-    kl = torch.nn.functional.kl_div(cuda.log_softmax(-1), cpu.log_softmax(-1), log_target=True, reduction="none").sum(-1).mean()
-    assert kl < 0.015
-    assert (cpu.argmax(-1) == cuda.argmax(-1)).float().mean() > 0.8
-
-
-def test_stored_bytes_of_the_first_source_agree(both: tuple[LLM, LLM]) -> None:
-    ids = [(i * 53) % 3900 + 100 for i in range(64)]
     cpu, cuda = (llm.trace(ids) for llm in both)
+    return cpu, {name: value.cpu() for name, value in cuda.items()}
+
+
+@pytest.mark.parametrize("name", ["fp8_round", "index_round", "fp8_encode", "index_encode", "main_encode"])
+def test_formats_are_exact(name: str) -> None:
+    x = (torch.randn(64, 128, generator=torch.Generator().manual_seed(3)) * 3).to(torch.bfloat16)
+    here, there = getattr(formats, name)(x), getattr(formats, name)(x.cuda())
+    for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (here, there)), strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+# A random network amplifies one ulp about 1.3 times a layer (the golden notes measure the like between two CPU implementations), so the
+# first layers are held tightly and the end only to the same distribution.
+@pytest.mark.parametrize(
+    ("name", "limit"), [("layer0.attn_in", 0.0), ("layer0.attn_out", 1e-3), ("layer0.ffn_out", 1e-3), ("layer1.attn_out", 0.03), ("layer2.attn_out", 0.1)]
+)
+def test_first_layers_agree(traces: tuple[dict[str, Tensor], dict[str, Tensor]], name: str, limit: float) -> None:
+    cpu, cuda = (t[name].float() for t in traces)
+    assert (cuda - cpu).norm() <= limit * cpu.norm()
+
+
+def test_engram_rows_and_first_entries_agree(traces: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+    cpu, cuda = traces
+    assert torch.equal(cpu["layer1.engram_rows"], cuda["layer1.engram_rows"])
     assert (cpu["layer2.main_kv_code"] == cuda["layer2.main_kv_code"]).float().mean() > 0.95
+    assert (cpu["layer2.topk"] == cuda["layer2.topk"]).float().mean() > 0.9
+
+
+def test_logits_have_the_same_distribution(traces: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+    cpu, cuda = (t["logits"].log_softmax(-1) for t in traces)
+    assert torch.nn.functional.kl_div(cuda, cpu, log_target=True, reduction="none").sum(-1).mean() < 0.2
 
 
 def test_generates_in_a_batch(both: tuple[LLM, LLM]) -> None:
