@@ -56,7 +56,13 @@ def build_engine(
     config = weights.config
     tokenizer = Tokenizer.load(weights.tokenizer_path, chat=chat)
     codec = ChatCodec(tokenizer) if chat else None
-    backbone = Backbone(weights, device=device, weight_cache_bytes=options.weight_cache_bytes, progress=progress)
+    backbone = Backbone(
+        weights,
+        device=device,
+        weight_cache_bytes=options.weight_cache_bytes,
+        batch_invariant=options.batch_invariant,
+        progress=progress,
+    )
     layout = KVLayout.of(config)
     blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings), device)
     windows = WindowPool(layout, config, options.max_sequences + 1, device)

@@ -24,6 +24,7 @@ class EngineOptions:
         kv_tokens: tokens of global KV in the block pool; None to choose from the context limit and the memory there is.
         prefix_reuse: reuse cached blocks of earlier requests.
         weight_cache_bytes: bytes of widened weights kept for the CPU reference.
+        batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
         poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
     """
@@ -38,6 +39,7 @@ class EngineOptions:
     kv_tokens: int | None = None
     prefix_reuse: bool = True
     weight_cache_bytes: int = DEFAULT_WEIGHT_CACHE
+    batch_invariant: bool = True
     default_effort: int | str = "high"
     poison: bool = False
 

@@ -135,6 +135,7 @@ class Engine:
         """
         with self._lock:
             if self._closed is not None:
+                self.metrics.request_rejected("draining" if self._closed.code == "draining" else "dead")
                 raise UnavailableError(self._closed.message, code=self._closed.code)
             waiting = self.queued
             if waiting >= self.options.max_queued_requests:

@@ -119,7 +119,8 @@ class ForwardBatch:
 
     Attributes:
         token_ids: [rows] int64.
-        lookback: [rows, max_ngram - 1] int64: the tokens before each row's, nearest first, -1 before the sequence's start.
+        lookback: [rows, max_ngram - 1] int64: the tokens before each row's, nearest first, -1 before the sequence's start and at
+            image positions.
         spans: one per sequence, in row order; a sequence appears once.
         memory: where KV lives.
         image_mask: [rows] bool, True at image positions; None for text.

@@ -19,6 +19,7 @@ ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
 QUANT_GROUP = 32  # FP8 tiles, MXFP4 groups and activation groups (spec §6.4)
 MAIN_KV_GROUP = 16  # channels per scale of the main KV (spec §6.1)
+MAX_NUMBER = 1e38  # of a float setting: it is used in fp32
 
 # inference/config.json name -> HF name (spec §1.2); names not listed are identical.
 FLAT_NAMES = {
@@ -136,8 +137,9 @@ class ModelConfig:
         """Build from a nested HF config or a flat `inference/config.json` dictionary."""
         architectures = raw.get("architectures")
         model_type = raw.get("model_type")
-        if architectures is not None and ARCHITECTURE not in architectures:
-            raise ConfigError(f"{where} describes {', '.join(map(str, architectures))}; Forebay serves {ARCHITECTURE}")
+        named = architectures if isinstance(architectures, list) else [architectures]
+        if architectures is not None and ARCHITECTURE not in named:
+            raise ConfigError(f"{where} describes {', '.join(map(str, named))}; Forebay serves {ARCHITECTURE}")
         if model_type is not None and model_type != MODEL_TYPE:
             raise ConfigError(f"{where} has model_type {model_type!r}; Forebay serves {MODEL_TYPE!r}")
         nested = raw.get("text_config")
@@ -147,9 +149,11 @@ class ModelConfig:
             flat.update(nested)
             _check_quantization(raw.get("quantization_config"), where)
             vision = raw.get("vision_config")
+            if vision is not None and not isinstance(vision, dict):
+                raise ConfigError(f"{where}: vision_config must be an object, got {vision!r}")
         else:
             flat.update({FLAT_NAMES.get(k, k): v for k, v in raw.items()})
-            vision = {k: v for k, v in raw.items() if k.startswith("vision_")} or None
+            vision = {k: v for k, v in raw.items() if k.startswith("vision_")} if raw.get("vision_n_layers") else None
             if raw.get("dtype", "fp8") not in ("fp8",) or raw.get("expert_dtype", "fp4") != "fp4":
                 raise ConfigError(f"{where}: dtype must be 'fp8' and expert_dtype 'fp4' in a flat config")
         flat["vision"] = vision
@@ -179,16 +183,18 @@ class ModelConfig:
                 values[name] = _coerce(name, flat[name], str(spec.type), where)
             elif spec.default is not _MISSING:
                 values[name] = spec.default
-            elif name == "candidate_source_layer_id":
-                values[name] = None
+            elif name in _NO_CANDIDATES:
+                values[name] = _NO_CANDIDATES[name]
             else:
                 missing.append(name)
         if missing:
             hints = []
             for name in missing:
-                near = difflib.get_close_matches(name, list(flat), n=1)
+                near = difflib.get_close_matches(name, [key for key, value in flat.items() if value is not None], n=1)
                 hints.append(f"{name} (did you mean {near[0]!r}?)" if near else name)
             raise ConfigError(f"{where} lacks {', '.join(hints)}")
+        if values["candidate_source_layer_id"] is not None and values["candidate_source_layer_id"] < 0:
+            values["candidate_source_layer_id"] = None  # how flat configs say that there is none
         values["compress_ratios"] = values["compress_ratios"][: values["num_hidden_layers"]]
         return cls(**values)
 
@@ -210,6 +216,7 @@ class ModelConfig:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+_NO_CANDIDATES = {"candidate_source_layer_id": None, "candidate_topk_blocks": 0, "candidate_block_size": 0}
 _MISSING = ModelConfig.__dataclass_fields__["vocab_size"].default
 
 
@@ -219,12 +226,13 @@ def _coerce(name: str, value: Any, kind: str, where: str) -> Any:
             raise ConfigError(f"{where}: {name} must be a list of integers, got {value!r}")
         return tuple(value)
     if kind.startswith("int"):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole:
             raise ConfigError(f"{where}: {name} must be an integer, got {value!r}")
         return int(value)
     if kind.startswith("float"):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{where}: {name} must be a number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < MAX_NUMBER:
+            raise ConfigError(f"{where}: {name} must be a finite number, got {value!r}")
         return float(value)
     if kind.startswith("bool"):
         if not isinstance(value, bool):
@@ -262,22 +270,35 @@ def _validate(c: ModelConfig) -> None:
         ascending = list(ids) == sorted(set(ids)) and all(0 <= i < layers for i in ids)
         need(ascending, f"{name} must be ascending layer numbers below {layers}: {list(ids)}")
     need(len(c.kv_source_layer_ids) > 0, "kv_source_layer_ids must name at least one layer")
-    for source in (*c.kv_source_layer_ids, *c.index_source_layer_ids):
-        need(c.compress_ratios[source] > 0, f"layer {source} is a source but its compress ratio is 0")
+    for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+        for source in getattr(c, name):
+            need(c.compress_ratios[source] > 0, f"{name} has layer {source}, whose number in compress_ratios is 0")
     for layer, ratio in enumerate(c.compress_ratios):
         if ratio == 0:
             continue
         kv = [s for s in c.kv_source_layer_ids if s <= layer]
         index = [s for s in c.index_source_layer_ids if s <= layer]
-        need(bool(kv) and bool(index), f"layer {layer} has compress ratio {ratio} but no kv and index source at or below it")
-        need(c.compress_ratios[kv[-1]] == ratio, f"layer {layer} has ratio {ratio}, its kv source {kv[-1]} has {c.compress_ratios[kv[-1]]}")
-        need(index[-1] >= kv[-1], f"layer {layer} would use the index list of layer {index[-1]} for the entries of layer {kv[-1]}")
+        for name, sources in (("kv_source_layer_ids", kv), ("index_source_layer_ids", index)):
+            need(bool(sources), f"layer {layer} has ratio {ratio} in compress_ratios, but {name} has no layer at or below it")
+        source, other = kv[-1], c.compress_ratios[kv[-1]]
+        need(other == ratio, f"compress_ratios gives layer {layer} ratio {ratio}, but its source {source} (kv_source_layer_ids) ratio {other}")
+        scored = f"layer {layer} would use the list of layer {index[-1]} (index_source_layer_ids)"
+        need(index[-1] >= source, f"{scored} for the entries of layer {source} (kv_source_layer_ids)")
     if c.candidate_source_layer_id is not None:
         need(c.candidate_source_layer_id in c.index_source_layer_ids, "candidate_source_layer_id must be an index source")
         need(c.candidate_topk_blocks >= 1, "candidate_topk_blocks must be at least 1")
         need(c.candidate_block_size >= 1, "candidate_block_size must be at least 1")
     rope_fits = c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim)
     need(rope_fits, "qk_rope_head_dim must be even and fit head_dim and index_head_dim")
+    for name in ("rope_theta", "compress_rope_theta"):
+        need(getattr(c, name) > 1, f"{name} must be above 1, got {getattr(c, name)}")
+    for name in ("rope_factor", "rope_beta_fast", "rope_beta_slow", "gate_temp"):
+        need(getattr(c, name) > 0, f"{name} must be above 0, got {getattr(c, name)}")
+    for name in ("rms_norm_eps", "hc_eps", "n_shared_experts", "num_nextn_predict_layers"):
+        need(getattr(c, name) >= 0, f"{name} must not be negative, got {getattr(c, name)}")
+    for name in ("eos_token_id", "engram_pad_token_id"):
+        need(0 <= getattr(c, name) < c.vocab_size, f"{name} is {getattr(c, name)}, the vocabulary has {c.vocab_size} tokens")
+    need(c.engram_max_ngram_size >= 1, f"engram_max_ngram_size must be at least 1, got {c.engram_max_ngram_size}")
     need(c.head_dim % QUANT_GROUP == 0, f"head_dim must be a multiple of {QUANT_GROUP}")
     need(c.index_head_dim % QUANT_GROUP == 0, f"index_head_dim must be a multiple of {QUANT_GROUP}")
     for name in ("hidden_size", "q_lora_rank", "moe_intermediate_size"):

@@ -52,7 +52,7 @@ def compress_vocabulary(tokenizer: str | Path | tokenizers.Tokenizer, config: Mo
             normalizers.Replace(_SPACE, " "),
         ]
     )
-    texts = tokenizer.decode_batch([[i] for i in range(config.vocab_size)], skip_special_tokens=False)
+    texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())], skip_special_tokens=False)
     classes: dict[str, int] = {}
     table = []
     for token, text in enumerate(texts):
@@ -64,6 +64,7 @@ def compress_vocabulary(tokenizer: str | Path | tokenizers.Tokenizer, config: Mo
             f"the tokenizer gives {len(classes)} Engram classes, the configuration says {config.engram_compressed_vocab_size} "
             "(engram_compressed_vocab_size): tokenizer and weights do not belong together"
         )
+    table = table[: config.vocab_size] + [0] * (config.vocab_size - len(table))  # ids without a token never occur in a text
     return torch.tensor(table, dtype=torch.int32)
 
 

@@ -43,11 +43,12 @@ class Indexer:
         # Everything visible is chosen while it fits, without looking at a single key.
         ramp = torch.arange(self.topk, device=x.device)
         chosen = torch.where(ramp < visible.unsqueeze(1), ramp, -1)
-        blocks = (visible + self.size - 1) // self.size
         scored = visible > self.topk
         if self.makes:
-            state.restricted = blocks > self.pool
+            state.restricted = visible > self.pool * self.size
             state.candidates = torch.full((rows.rows, self.pool), -1, dtype=torch.int64, device=x.device)
+            scored |= state.restricted
+        if self.reads and state.restricted is not None:
             scored |= state.restricted
         if bool(scored.any()):
             q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
@@ -58,8 +59,8 @@ class Indexer:
                 rows_seen = visible[part]
                 if self.makes:
                     self._candidates(part, scores, rows_seen, widths, state)
-                best = select_top(scores, self.topk, widths, columns)
-                chosen[part] = torch.where((rows_seen > self.topk).unsqueeze(1), best, chosen[part])
+                best = select_top(scores, self.topk, widths, columns, None if columns is None else rows_seen)
+                chosen[part] = best if columns is not None else torch.where((rows_seen > self.topk).unsqueeze(1), best, chosen[part])
         state.note(f"layer{self.layer}.topk", chosen)
         return chosen
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from forebay.model.config import ModelConfig
 from forebay.model.loading import Loader
 from forebay.model.ops import formats
-from forebay.model.ops.linear import ROW_TILE, StackedWeight, TileCache, Weight, fp32_linear, matmul, quantised_linear
+from forebay.model.ops.linear import StackedWeight, TileCache, Weight, fp32_linear, matmul, quantised_linear
 from forebay.model.ops.router import route
 from forebay.model.ops.swiglu import swiglu
 
@@ -25,7 +25,9 @@ class MoE:
 
     def __init__(self, config: ModelConfig, load: Loader) -> None:
         self.topk, self.scale, self.limit = config.num_experts_per_tok, config.routed_scaling_factor, config.swiglu_limit
-        self.normalise, self.temperature = config.norm_topk_prob, config.gate_temp
+        # The reference leaves the score of a single expert as it is.
+        self.normalise, self.temperature = config.norm_topk_prob and self.topk > 1, config.gate_temp
+        self.row_tile = load.cache.row_tile
         gate = load.at("gate")
         self.gate = gate.plain("weight")
         self.bias, self.bias_image = gate.tensor("bias"), gate.tensor("bias_vl")
@@ -67,27 +69,30 @@ class MoE:
             if count:
                 starts.append(torch.arange(total, total + count))
                 runs.append((expert, total, count))
-                total += -(-count // ROW_TILE) * ROW_TILE
+                total += self._padded(count)
         place = torch.empty(n * topk, dtype=torch.int64, device=rounded.device)
         place[order] = torch.cat(starts).to(rounded.device)
         x = torch.zeros((total, rounded.shape[1]), dtype=torch.float32, device=rounded.device)
         x[place] = rounded.repeat_interleave(topk, 0)
         weight = torch.zeros(total, dtype=torch.float32, device=rounded.device)
         weight[place] = weights.gather(-1, slot).flatten()
-        gate, up = _each([(self.experts[e].up, start, count) for e, start, count in runs], x).chunk(2, -1)
+        gate, up = self._each([(self.experts[e].up, start, count) for e, start, count in runs], x).chunk(2, -1)
         h = formats.fp8_round(swiglu(gate, up, self.limit, weight))
-        out = _each([(self.experts[e].down, start, count) for e, start, count in runs], h).float()
+        out = self._each([(self.experts[e].down, start, count) for e, start, count in runs], h).float()
         parts = out.index_select(0, place).view(n, topk, -1)
         y = parts[:, 0]
         for t in range(1, topk):
             y = y + parts[:, t]
         return y
 
+    def _each(self, runs: list[tuple[Weight, int, int]], x: Tensor) -> Tensor:
+        """Each run of rows (weight, first row, count) through its own weight, in order: [rows, in] fp32 -> [rows, out] bf16.
 
-def _each(runs: list[tuple[Weight, int, int]], x: Tensor) -> Tensor:
-    """Each run of rows (weight, first row, count) through its own weight, in order: [rows, in] fp32 -> [rows, out] bf16.
+        Runs are padded to whole row tiles and follow each other without a gap.
+        """
+        parts = [matmul(x[start : start + self._padded(count)], weight) for weight, start, count in runs]
+        return torch.cat(parts).to(torch.bfloat16)
 
-    Runs are padded to whole row tiles and follow each other without a gap.
-    """
-    parts = [matmul(x[start : start + -(-count // ROW_TILE) * ROW_TILE], weight) for weight, start, count in runs]
-    return torch.cat(parts).to(torch.bfloat16)
+    def _padded(self, rows: int) -> int:
+        tile = self.row_tile or 1
+        return -(-rows // tile) * tile

@@ -19,7 +19,7 @@ from forebay.model.loading import Loader, Meter
 from forebay.model.moe import MoE
 from forebay.model.names import expected_tensors
 from forebay.model.ops.hyper_connections import collapse, mix
-from forebay.model.ops.linear import PlainWeight, TileCache, fp32_linear
+from forebay.model.ops.linear import ROW_TILE, PlainWeight, TileCache, fp32_linear
 from forebay.model.ops.rms_norm import rms_norm
 
 
@@ -95,12 +95,13 @@ class Backbone:
         *,
         device: str | torch.device = "cpu",
         weight_cache_bytes: int = 512 << 20,
+        batch_invariant: bool = True,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
         self.config: ModelConfig = source.config
         self.device = torch.device(device)
         self.topology = self.config.topology()
-        self.cache = TileCache(weight_cache_bytes)
+        self.cache = TileCache(weight_cache_bytes, ROW_TILE if batch_invariant else None)
         load = Loader(source, self.cache, self.device, Meter(_loaded_bytes(self.config), progress))
         self.embed = load.tensor("embed.weight")
         self.norm = load.tensor("norm.weight")

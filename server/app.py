@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -86,8 +87,12 @@ class App:
         except ClientGoneError:
             exchange.status = CLIENT_GONE
         except asyncio.CancelledError:
-            exchange.status = exchange.status or CLIENT_GONE
-            raise
+            # The server stops and this client has neither sent its whole request nor read its whole answer.
+            # The task ends here anyway; raised, it would be a traceback in the log.
+            if not exchange.status:
+                failure = describe(unavailable("draining", ""), request_id=exchange.request_id, state="draining")
+                with contextlib.suppress(Exception):
+                    await exchange.reply(failure.status, failure.body(), failure.headers)
         except Exception as error:
             failure = describe(error, request_id=exchange.request_id, state=self._engine.state)
             exchange.notes["error"] = failure.code

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -17,7 +18,12 @@ _JSON_TYPES = {
 }  # fmt: skip
 _PIECE = 256 * 1024
 _SCAN = 1 << 20  # bytes of a broken body that are searched for why it is broken
-_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_MEMBERS = 10_000  # of a gzip body: parallel compressors make one per 64 KiB or more
+_MAX_VALUES = 1_000_000  # in a body: a value costs tens of bytes once parsed, whatever it cost to send
+# Possessive, and a string may end with the body: every byte is looked at once, also in a string that is never closed.
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_NESTING = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
 _NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3,}")
 
 
@@ -46,9 +52,12 @@ def decode(data: bytes, encoding: str, limit: int) -> bytes:
 def parse_object(data: bytes, max_depth: int) -> dict[str, Any]:
     """The JSON object in `data`. Duplicate keys: the last one wins.
 
-    Raises HttpError 400: not JSON (with the position), not an object, deeper than `max_depth`, NaN or an infinity (naming the field).
+    Raises HttpError 400: not JSON (with the position), not an object, deeper than `max_depth`, NaN or an infinity (naming the field), or
+    so many values that they would take a multiple of the body in memory.
     """
     data = data.removeprefix(b"\xef\xbb\xbf")
+    if _separators(data) > _MAX_VALUES and _separators(_STRINGS.sub(b"", data)) > _MAX_VALUES:
+        raise HttpError(400, f"The request body holds too many values: at most {_MAX_VALUES}.", code="invalid_json")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -65,6 +74,11 @@ def json_type(value: Any) -> str:
     return _JSON_TYPES[type(value)]
 
 
+def _separators(data: bytes) -> int:
+    """No fewer than the values in `data`, but for the first; more where its strings hold such characters."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
 def _encodings(header: str) -> list[str]:
     return [name for part in header.lower().split(",") if (name := part.strip()) not in ("", "identity")]
 
@@ -74,20 +88,30 @@ def _inflate(data: bytes, name: str, limit: int) -> bytes:
     if window == 15 and (len(data) < 2 or data[0] & 0x0F != 8 or (data[0] << 8 | data[1]) % 31):
         window = -15  # "deflate" without the zlib header, as some clients send it
     pieces: list[bytes] = []
-    size = 0
+    size, place, members, rest = 0, 0, 0, b""
     try:
-        while data:
+        while place < len(data) or rest:
+            members += 1
+            if members > _MEMBERS:
+                raise HttpError(400, f"The request body has more than {_MEMBERS} {name} members.", code="invalid_body")
             stream = zlib.decompressobj(window)
-            while data and not stream.eof:
-                piece = stream.decompress(data, _PIECE)
-                data = stream.unconsumed_tail
+            while not stream.eof and (place < len(data) or rest):
+                if not rest:  # in pieces, since what a call leaves over is copied
+                    rest, place = data[place : place + _PIECE], place + _PIECE
+                piece = stream.decompress(rest, _PIECE)
+                rest = stream.unconsumed_tail
+                size += len(piece)
+                if size > limit:
+                    raise too_large(limit)
+                pieces.append(piece)
+            while not stream.eof and (piece := stream.decompress(b"", _PIECE)):  # what it still holds
                 size += len(piece)
                 if size > limit:
                     raise too_large(limit)
                 pieces.append(piece)
             if not stream.eof:
                 raise HttpError(400, f"The request body ends in the middle of its {name} stream.", code="invalid_body")
-            data = stream.unused_data  # gzip allows several members in a row
+            rest = stream.unused_data  # gzip allows several members in a row
     except zlib.error as error:
         raise HttpError(400, f"The request body is not valid {name}: {error}.", code="invalid_body") from None
     return b"".join(pieces)
@@ -135,13 +159,17 @@ def _children(node: Any) -> Any:
 
 def _non_finite(value: Any) -> str | None:
     """Path of the first number that is not finite, or None."""
-    stack: list[tuple[str, Any]] = [("", value)]
+    path: list[Any] = []
+    stack: list[Iterator[tuple[Any, Any]]] = [iter([("", value)])]
     while stack:
-        path, node = stack.pop()
-        if isinstance(node, float) and not math.isfinite(node):
-            return path
-        if isinstance(node, dict):
-            stack.extend((f"{path}.{key}" if path else key, child) for key, child in reversed(node.items()))
-        elif isinstance(node, list):
-            stack.extend((f"{path}[{i}]", child) for i, child in reversed(list(enumerate(node))))
+        for key, node in stack[-1]:
+            if isinstance(node, float) and not math.isfinite(node):
+                return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in [*path[1:], key]).removeprefix(".")
+            if isinstance(node, (dict, list)):
+                path.append(key)
+                stack.append(iter(node.items() if isinstance(node, dict) else enumerate(node)))
+                break
+        else:
+            stack.pop()
+            del path[-1:]
     return None

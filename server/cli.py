@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -27,6 +28,8 @@ SETTING_FLAGS = {
     "--cache-dir": ("cache.dir", "DIR", "folder of the persistent cache tier (accepted; nothing is stored there yet)"),
     "--redis-url": ("cache.redis_url", "URL", "Redis for window snapshots (accepted; nothing is stored there yet)"),
 }
+
+_OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing may meet
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,7 +112,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     decode.add_argument("--steps", type=int, default=24, metavar="N", help="steps timed per visit (default: %(default)s)")
     decode.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved visits to each length (default: %(default)s)")
 
-    for kind in (serve, prefill, decode):
+    invariance = kinds.add_parser(
+        "invariance", help="price of batch invariance", description="Time prefill and a decode step with and without batch invariance."
+    )
+    invariance.add_argument("--tokens", type=int, default=2048, metavar="N", help="prompt length (default: %(default)s)")
+    invariance.add_argument("--streams", type=int, default=64, metavar="N", help="sequences that decode together (default: %(default)s)")
+    invariance.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
+
+    for kind in (serve, prefill, decode, invariance):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
         _add_settings(kind)
 
@@ -193,9 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in _OUTPUT_FAULTS:
             raise  # not about a file that the user could look at
-        print(f"forebay: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"forebay: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         return 1
 
 

@@ -48,6 +48,8 @@ def _effort(value: Any) -> int | str:
     raise ValueError(f"must be {', '.join(EFFORT_WORDS)} or a number from 1 to 100")
 
 
+NOT_SETTINGS = frozenset({"FOREBAY_GOLDEN"})  # where the tests find their golden data, see the README
+
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_word)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_word)]
@@ -109,14 +111,17 @@ class EngineSection(Section):
     default_effort: Effort = setting("high", "reasoning effort of requests that state none: none, low, high, max or 1 to 100")
     max_output_tokens: OutputLimits = setting(OutputLimits(), "output limits of requests that state none")
     weight_cache_bytes: ByteSize = setting(512 * MIB, "memory for dequantised weights on CPU; more is faster", unit="bytes", ge=0)
+    batch_invariant: bool = setting(True, "on CPU, text does not depend on what shares its batch; `bench invariance` tells the price")
     poison: bool = setting(False, "debugging: overwrite scratch buffers between steps so that stale reads show")
 
 
 class CacheSection(Section):
     dir: OptionalPath = setting(None, "folder of the persistent tier; nothing is stored there yet")
     redis_url: OptionalText = setting(None, "Redis for window snapshots; nothing is stored there yet")
-    kv_tokens: OptionalCount = setting(None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1)
-    kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1)
+    kv_tokens: OptionalCount = setting(
+        None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1, le=1 << 40
+    )
+    kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1, le=1 << 50)
     prefix_reuse: bool = setting(True, "reuse stored blocks of equal prompt prefixes")
 
 
@@ -229,6 +234,8 @@ def _read_yaml(file: Path, keys: list[str]) -> Iterator[tuple[str, Any]]:
         tree = yaml.safe_load(file.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"the configuration file {file} does not exist") from None
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -257,7 +264,7 @@ def _read_yaml(file: Path, keys: list[str]) -> Iterator[tuple[str, Any]]:
 def _read_environment(keys: list[str]) -> Iterator[tuple[str, Any]]:
     known = {_env_name(key) for key in keys}
     for name in sorted(os.environ):
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known | NOT_SETTINGS:
             nearest = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0)[0]
             raise ConfigError(f"environment: {name} is no setting; the nearest is {nearest}")
     try:

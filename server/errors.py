@@ -16,6 +16,8 @@ State = Literal["loading", "ready", "draining", "dead"]
 Headers = list[tuple[bytes, bytes]]
 
 MAX_RETRY_AFTER_S = 30
+MAX_MESSAGE = 2000  # characters: a key of the client may be megabytes long, and its error names it
+MAX_PATH = 200
 _INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
 
 # State of the engine -> error code and seconds after which a retry makes sense.
@@ -84,8 +86,8 @@ def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
 
     Faults of ours (status 500) are told generically with the request id; everything else keeps its own sentence.
     """
-    if isinstance(error, UnavailableError) and state in _UNAVAILABLE:
-        error = unavailable(state, error.message)
+    if isinstance(error, UnavailableError) and (cause := error.code if error.code in _UNAVAILABLE else state) in _UNAVAILABLE:
+        error = unavailable(cause or "", error.message)  # its own cause first: the engine may have gone on from it to the next state
     if not isinstance(error, ForebayError) or error.status == 500:
         message = f"The server failed while it ran this request; its log has the cause under request id {request_id}."
         return Failure(500, message, "server_error", None, "internal_error", expected=False)
@@ -105,7 +107,12 @@ def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
         message = message.replace(error.param, path)
         if path not in message:
             message = f"Invalid '{path}': {message}"
-    return Failure(error.status, message, _openai_type(error.status), path, code, headers)
+    path = None if path is None else _shortened(path, MAX_PATH)
+    return Failure(error.status, _shortened(message, MAX_MESSAGE), _openai_type(error.status), path, code, headers)
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}"
 
 
 def field_path(param: str | None) -> str | None:

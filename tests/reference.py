@@ -208,19 +208,21 @@ class Reference:
         window.update({p: formats.fp8_decode(*formats.fp8_encode(kv[i : i + 1]))[0] for i, p in enumerate(positions)})
         if plan.owns_index:
             self._select(w, seen, latent, turn, positions)
-        out = []
-        for i, p in enumerate(positions):
+        lists, valid = [], []
+        for p in positions:
             # Lists have fixed lengths: slots count in the blocks of 64 even when nothing is in them (§3.4).
             keys = [window[n] for n in range(max(floor, p - slots + 1, 0), p + 1)]
-            valid = [True] * len(keys) + [False] * (slots - len(keys))
+            used = [True] * len(keys) + [False] * (slots - len(keys))
             keys += [torch.zeros(dim)] * (slots - len(keys))
             if plan.index_source is not None and plan.kv_source is not None:
                 chosen = self.selected[plan.index_source, p]
                 spare = c.index_topk - len(chosen)
                 keys += [self.memory.main[plan.kv_source][j] for j in chosen] + [torch.zeros(dim)] * spare
-                valid += [True] * len(chosen) + [False] * spare
-            out.append(sparse_attention(q[i : i + 1], torch.stack(keys).unsqueeze(0), torch.tensor([valid]), w.sink, dim**-0.5))
-        turned = rotate(torch.cat(out), turn, inverse=True).unflatten(1, (c.o_groups, -1))
+                used += [True] * len(chosen) + [False] * spare
+            lists.append(torch.stack(keys))
+            valid.append(used)
+        out = sparse_attention(q, torch.stack(lists), torch.tensor(valid), w.sink, dim**-0.5)
+        turned = rotate(out, turn, inverse=True).unflatten(1, (c.o_groups, -1))
         low = [fp32_linear(turned[:, g].flatten(1), part).to(torch.bfloat16) for g, part in enumerate(w.wo_a)]
         return quantised_linear(formats.fp8_round(torch.cat(low, -1)), w.wo_b)
 
@@ -249,7 +251,8 @@ class Reference:
                 outside = [j for j in range(len(scores)) if j not in self.pool[p]]
                 scores[outside] = -torch.inf
             best = torch.topk(scores, min(c.index_topk, len(scores)))
-            chosen = [int(j) for j, s in zip(best.indices, best.values, strict=True) if s > -torch.inf]
+            # A pool smaller than the selection: the reference's top-k goes on among the masked scores, and keeps what is visible (§5.4).
+            chosen = [j for j in best.indices.tolist() if j < visible]
             self.selected[plan.index, p] = sorted(chosen)
 
     def _candidates(self, scores: Tensor, visible: int) -> set[int]:

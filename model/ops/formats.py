@@ -24,8 +24,11 @@ _INV_6 = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()
 
 
 def _ceil_power(amax: Tensor) -> Tensor:
-    """The smallest power of two >= amax (positive, normal fp32), from the bit pattern: any mantissa bit carries into the exponent."""
-    return ((amax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    """The smallest power of two >= amax (positive fp32), from the bit pattern: any mantissa bit carries into the exponent.
+
+    NaN stays NaN, so that a group with one becomes NaN as a whole and is noticed in the logits.
+    """
+    return torch.maximum(((amax.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32), amax)
 
 
 def _byte_of_power(power: Tensor) -> Tensor:

@@ -25,14 +25,19 @@ GROUP = formats.GROUP
 
 
 class TileCache:
-    """Widened weight tiles within a byte budget; not shared between threads that run steps."""
+    """Widened weight tiles within a byte budget, by (weight, first row); not shared between threads that run steps.
 
-    def __init__(self, budget_bytes: int) -> None:
+    `row_tile` is the number of rows of every CPU product over its weights; None multiplies all rows at once, faster and not
+    batch-invariant.
+    """
+
+    def __init__(self, budget_bytes: int, row_tile: int | None = ROW_TILE) -> None:
         self.budget = budget_bytes
+        self.row_tile = row_tile
         self.used = 0
-        self._tiles: OrderedDict[tuple[int, int], Tensor] = OrderedDict()
+        self._tiles: OrderedDict[tuple[object, int], Tensor] = OrderedDict()
 
-    def get(self, key: tuple[int, int], widen: Callable[[], Tensor]) -> Tensor:
+    def get(self, key: tuple[object, int], widen: Callable[[], Tensor]) -> Tensor:
         tile = self._tiles.get(key)
         if tile is not None:
             self._tiles.move_to_end(key)
@@ -65,7 +70,7 @@ class Weight:
         raise TypeError(f"{type(self).__name__} is abstract")
 
     def tile(self, start: int, stop: int) -> Tensor:
-        return self.cache.get((id(self), start), lambda: self.widen(start, stop).T.contiguous())
+        return self.cache.get((self, start), lambda: self.widen(start, stop).T.contiguous())
 
 
 class PlainWeight(Weight):
@@ -131,22 +136,17 @@ class StackedWeight(Weight):
 
 
 def matmul(x: Tensor, weight: Weight) -> Tensor:
-    """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU."""
+    """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU unless its cache's `row_tile` is None."""
     rows = x.shape[0]
-    if 0 < rows <= ROW_TILE and weight.whole and x.is_cpu:
-        padded = x if rows == ROW_TILE else functional.pad(x, (0, 0, 0, ROW_TILE - rows))
+    step = weight.cache.row_tile if x.is_cpu else None
+    step = step or max(rows, 1)
+    if 0 < rows <= step and weight.whole:
+        padded = x if rows == step else functional.pad(x, (0, 0, 0, step - rows))
         return torch.mm(padded, weight.tile(0, weight.out_features))[:rows]
     out = torch.empty((rows, weight.out_features), dtype=torch.float32, device=x.device)
-    if rows == 0:
-        return out
-    tiled = x.device.type == "cpu"
-    full = rows // ROW_TILE * ROW_TILE if tiled else rows
-    tail = None
-    if full < rows:
-        tail = torch.zeros((ROW_TILE, x.shape[1]), dtype=torch.float32, device=x.device)
-        tail[: rows - full] = x[full:]
-    step = ROW_TILE if tiled else rows
-    for start in range(0, weight.out_features, weight.column_tile):
+    full = rows // step * step
+    tail = functional.pad(x[full:], (0, 0, 0, step - (rows - full))) if full < rows else None
+    for start in range(0, weight.out_features if rows else 0, weight.column_tile):
         stop = min(start + weight.column_tile, weight.out_features)
         w = weight.tile(start, stop)
         target = out[:, start:stop]

@@ -25,8 +25,7 @@ def inverse_frequencies(
 
     low = max(math.floor(correction(beta_fast)), 0)
     high = min(math.ceil(correction(beta_slow)), dim - 1)
-    span = (high - low) if high != low else 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     smooth = 1 - ramp
     return freqs / factor * (1 - smooth) + freqs * smooth
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | None = None) -> Tensor:
+def select_top(
+    scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | None = None, visible: Tensor | None = None
+) -> Tensor:
     """The k best columns of each row.
 
     Scores are bf16 and tie often. A tie at the cut is settled by `torch.topk` over the row laid out at its own `width`, padded with -inf:
@@ -20,6 +22,8 @@ def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | 
         k: how many.
         widths: per row, the number of columns its full score row has.
         columns: [n, m] int64, the position of each score in its full row, ascending, -1 unused; None when column i is position i.
+        visible: [n] int64, for rows that may choose among `columns` only. Where those are fewer than k, the reference's top-k goes on among
+            the masked columns, and what it takes of them below `visible` counts. None leaves such places empty.
     Returns:
         [n, k] int64 positions in the full row, ascending, -1 where nothing (finite) was left to choose.
     """
@@ -28,12 +32,16 @@ def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | 
     best = torch.topk(scores, take, dim=-1)
     chosen = best.indices if columns is None else columns.gather(1, best.indices)
     chosen = chosen.masked_fill(best.values == -torch.inf, -1)
+    if take < k:
+        chosen = torch.nn.functional.pad(chosen, (0, k - take), value=-1)
+    undecided = (chosen < 0).any(-1) if visible is not None else None
     if m > k:
         # More columns reach the last chosen score than were chosen: the cut runs through a tie.
         cut = best.values.amin(-1, keepdim=True)
         tied = ((scores >= cut).sum(-1) > take) & (cut.squeeze(-1) > -torch.inf)
-        rows = tied.nonzero().flatten().tolist()
-        for width, members in _by_width(rows, widths).items():
+        undecided = tied if undecided is None else undecided | tied
+    if undecided is not None:
+        for width, members in _by_width(undecided.nonzero().flatten().tolist(), widths).items():
             # One spare column takes what unused places scatter.
             full = torch.full((len(members), width + 1), -torch.inf, dtype=scores.dtype, device=scores.device)
             part = scores[members]
@@ -44,13 +52,13 @@ def select_top(scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | 
                 place = columns[members]
                 used = place >= 0
                 full.scatter_(1, torch.where(used, place, width), part)
-            chosen[members] = torch.topk(full[:, :width], take, dim=-1).indices
+            found = torch.topk(full[:, :width], min(k, width), dim=-1).indices
+            if visible is not None:
+                found = found.masked_fill(found >= visible[members].unsqueeze(1), -1)
+            chosen[members, : found.shape[1]] = found
     last = torch.iinfo(torch.int64).max
     ordered = chosen.masked_fill(chosen < 0, last).sort(-1).values
-    ordered = ordered.masked_fill(ordered == last, -1)
-    if take < k:
-        ordered = torch.nn.functional.pad(ordered, (0, k - take), value=-1)
-    return ordered
+    return ordered.masked_fill(ordered == last, -1)
 
 
 def _by_width(rows: list[int], widths: Sequence[int]) -> dict[int, list[int]]:

@@ -13,9 +13,12 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None)
 
     The routing weight is applied here, before the second linear quantises its input.
 
-    Args: gate, up [n, inter] bf16; weight [n] fp32 or None. Returns [n, inter] bf16.
+    Args: gate, up [n, inter] bf16; limit, 0 for no clamp; weight [n] fp32 or None. Returns [n, inter] bf16.
     """
-    h = silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    gate, up = gate.float(), up.float()
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    h = silu(gate) * up
     if weight is not None:
         h = weight.unsqueeze(-1) * h
     return h.to(torch.bfloat16)

@@ -25,10 +25,10 @@ WARM_UP_STEPS = 3  # decode steps after a prefill that are not timed
 
 
 def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[str, Any], bool]:
-    """Run `bench prefill` or `bench decode`. Returns the figures; the flag is always true, since nothing is judged here."""
+    """Run `bench prefill`, `decode` or `invariance`. Returns the figures; the flag is always true, since nothing is judged here."""
     config, _ = read_settings(args)
     torch.set_num_threads(config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1))
-    figures = prefill(args, config, err) if args.bench == "prefill" else decode(args, config, err)
+    figures = {"prefill": prefill, "decode": decode, "invariance": invariance}[args.bench](args, config, err)
     _show(figures, out)
     return figures, True
 
@@ -68,7 +68,7 @@ def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, 
     seconds: dict[str, list[float]] = {f"{length:,}": [] for length in contexts}
     for repeat in range(args.repeats):
         for length, prompt in prompts.items():
-            steps = _decode_steps(model, prompt, args.steps)
+            steps = _decode_steps(model, args.steps, prompt)
             seconds[f"{length:,}"] += steps
             err.print(f"visit {repeat + 1} of {args.repeats} to {length:,}: {statistics.median(steps) * 1000:.2f} ms a step", style="dim")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
@@ -83,11 +83,43 @@ def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, 
     }
 
 
+def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
+    """Seconds of a prefill and of a decode step of many sequences, with products over row tiles of one size and over all rows at once."""
+    models = {
+        name: _model(config, config.engine.prefill, args.tokens + 1, sequences=args.streams, batch_invariant=flag)
+        for name, flag in (("invariant", True), ("not invariant", False))
+    }
+    numbers = random.Random(SEED)
+    for model in models.values():
+        _prefill_once(model, _prompt(numbers, model, min(args.tokens, 256)))
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(args.repeats):
+        prompt = _prompt(numbers, models["invariant"], args.tokens)
+        short = [_prompt(numbers, models["invariant"], 64) for _ in range(args.streams)]
+        for name, model in models.items():
+            seconds.setdefault(f"prefill, {name}", []).append(_prefill_once(model, prompt))
+            steps = _decode_steps(model, 16, *short)
+            seconds.setdefault(f"decode step of {args.streams}, {name}", []).append(statistics.median(steps))
+        err.print(f"run {repeat + 1} of {args.repeats}", style="dim")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    step, plain = (medians[f"decode step of {args.streams}, {name}"] for name in models)
+    return {
+        "measured": f"price of batch invariance: prefill of {args.tokens:,} tokens, decode of {args.streams} sequences, {_where(config)}",
+        "tokens": args.tokens,
+        "streams": args.streams,
+        "seconds": seconds,
+        "rows": {name: {"median, ms": median * 1000} for name, median in medians.items()},
+        "prefill_ratio": medians["prefill, invariant"] / medians["prefill, not invariant"],
+        "ratio": step / plain,
+        "ratio_of": "decode step, invariant / not invariant",
+    }
+
+
 def _where(config: Config) -> str:
     return f"{config.model.path} on {config.engine.device}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
-def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 1) -> LLM:
+def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 1, batch_invariant: bool | None = None) -> LLM:
     engine = config.engine
     model = LLM(
         config.model.path,
@@ -98,6 +130,7 @@ def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 
         decoder_tokens=engine.decoder_tokens,
         kv_tokens=config.cache.kv_tokens or (sequences + 1) * (context + 1024),
         weight_cache_bytes=engine.weight_cache_bytes,
+        batch_invariant=engine.batch_invariant if batch_invariant is None else batch_invariant,
         aging_s=0.0,
     )
     if context > model.engine.max_context:
@@ -118,16 +151,18 @@ def _prefill_once(model: LLM, prompt: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def _decode_steps(model: LLM, prompt: list[int], count: int) -> list[float]:
-    """Prefill (or reuse) a prompt, then time `count` decode steps of it alone."""
+def _decode_steps(model: LLM, count: int, *prompts: list[int]) -> list[float]:
+    """Prefill (or reuse) prompts, then time `count` steps in which all of them decode and nothing else runs."""
     engine = model.engine
     engine.sink = lambda events: None
-    request = Request(prompt, SamplingParams(temperature=0.0, max_tokens=WARM_UP_STEPS + count + 1, ignore_eos=True))
-    engine.submit(request)
+    # Those that are prefilled first decode, a token a step, while the others still prefill.
+    spare = WARM_UP_STEPS + (sum(map(len, prompts)) // engine.options.encoder_tokens + len(prompts) if len(prompts) > 1 else 0)
+    for prompt in prompts:
+        engine.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=spare + count + 1, ignore_eos=True)))
     seconds = []
     while engine.busy:
         report = engine.step()
-        if report.rows and report.rows == report.decode_rows:
+        if report.rows == report.decode_rows == len(prompts):
             seconds.append(report.seconds)
     if len(seconds) < count:
         raise EngineError(f"{len(seconds)} decode steps ran, {count} were asked for")

@@ -145,7 +145,13 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def run(args: argparse.Namespace) -> int:
     """Converse until /quit or the end of the input. Raises ServerRefusedError if there is no server at the address."""
     console, _ = consoles()
-    with httpx.Client(base_url=args.url, timeout=ANSWER_TIMEOUT) as client:
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"chat: --max-tokens must be at least 1, got {args.max_tokens}")
+    try:
+        http = httpx.Client(base_url=args.url, timeout=ANSWER_TIMEOUT)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"chat: --url {args.url!r} is no address of a server: {error}") from None
+    with http as client:
         model = args.name or first_model(client, args.url)
         chat = Chat(client, model, console, effort=_effort(args.effort) if args.effort else None, max_tokens=args.max_tokens)
         console.print(f"{model} at {args.url}; /help lists the commands", style="dim")

@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -43,6 +44,7 @@ POLL_S = 0.25
 FLUSH_S = 5  # after draining, for sockets to take their last bytes
 SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
 MAX_FILES = 65_536
+_NO_MEMORY = re.compile("allocate memory|out of memory|Storage size calculation overflowed")  # what torch says, on CPU and CUDA
 
 
 class EngineStoppedError(ForebayError):
@@ -71,8 +73,9 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}; choose another --host", param="server.host") from None
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+        reason = error.strerror if isinstance(error, OSError) else "no valid host name"
+        raise ConfigError(f"cannot listen on {host!r}: {reason}; choose another --host", param="server.host") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,24 +127,37 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         kv_tokens=kv_tokens,
         prefix_reuse=cache.prefix_reuse,
         weight_cache_bytes=engine.weight_cache_bytes,
+        batch_invariant=engine.batch_invariant,
         default_effort=engine.default_effort,
         poison=engine.poison,
     )
-    return build_client(
-        model=config.model.path,
-        model_name=config.model.name,
-        device=engine.device,
-        threads=threads,
-        prefill=engine.prefill,
-        options=options,
-        progress=progress,
-    )
+    try:
+        return build_client(
+            model=config.model.path,
+            model_name=config.model.name,
+            device=engine.device,
+            threads=threads,
+            prefill=engine.prefill,
+            options=options,
+            progress=progress,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
+            raise
+        text = "there is not enough memory for the model and its KV; lower cache.kv_tokens or engine.max_sequences, see `forebay check`"
+        raise ConfigError(text) from None
 
 
 def own_command() -> str:
     """How the reader can call us: by name if the shell finds it, else by the path of the environment we run in."""
     beside = Path(sys.executable).with_name("forebay")
     return "forebay" if shutil.which("forebay") or not beside.exists() else os.path.relpath(beside)
+
+
+def _say(text: str) -> None:
+    """One line on standard error, if somebody still reads it: a log pipe whose reader died must not keep the server from stopping."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"forebay: {text}", file=sys.stderr, flush=True)
 
 
 class HttpServer(uvicorn.Server):
@@ -211,12 +227,12 @@ class Service:
         if self._client is None or self._stop.is_set():
             # Nothing runs yet, or the operator insists: a step in flight or a load cannot be interrupted in any gentler way.
             self._progress.close()
-            print("forebay: stopped at once" if self._client else "forebay: stopped while loading", file=sys.stderr, flush=True)
+            _say("stopped at once" if self._client else "stopped while loading")
             os._exit(128 + number if self._client else 0)
         grace = f"{self._config.server.drain_timeout_s:g} s"
         name = signal.Signals(number).name
-        print(f"forebay: {name}: running requests have {grace} to finish; once more stops at once", file=sys.stderr, flush=True)
         self._stop.set()
+        _say(f"{name}: running requests have {grace} to finish; once more stops at once")
 
     async def _until_stopped(self, client: EngineClient) -> None:
         while not self._stop.is_set():
@@ -228,7 +244,7 @@ class Service:
     async def _drain(self, client: EngineClient) -> None:
         finished = await client.drain(self._config.server.drain_timeout_s)
         if not finished:
-            print("forebay: the time to finish is over; the requests that still run end with an error", file=sys.stderr, flush=True)
+            _say("the time to finish is over; the requests that still run end with an error")
 
     def _announce(self, client: EngineClient) -> None:
         host, port = self._listener.getsockname()[:2]
@@ -242,4 +258,5 @@ class Service:
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             f"  {own_command()} chat --url {url}",
         ]
-        print("\n".join(lines), flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody may be reading
+            print("\n".join(lines), flush=True)

@@ -28,10 +28,13 @@ def tiny() -> ModelConfig:
 
 @pytest.fixture
 def make_manager(tiny: ModelConfig) -> MakeManager:
-    """make_manager(blocks=16, windows=8, fingerprint="f", prefix_reuse=True): usable blocks and windows, without the null ones."""
+    """make_manager(blocks=16, windows=8, ...): usable blocks and windows, without the null ones."""
 
-    def make(blocks: int = 16, windows: int = 8, fingerprint: str = "f", prefix_reuse: bool = True) -> CacheManager:
+    def make(
+        blocks: int = 16, windows: int = 8, fingerprint: str = "f", prefix_reuse: bool = True, poison: bool = False
+    ) -> CacheManager:
         layout = KVLayout.of(tiny)
-        return CacheManager(layout, BlockPool(layout, blocks + 1), WindowPool(layout, tiny, windows + 1), fingerprint, prefix_reuse)
+        pools = BlockPool(layout, blocks + 1), WindowPool(layout, tiny, windows + 1)
+        return CacheManager(layout, *pools, fingerprint, prefix_reuse, poison=poison)
 
     return make

@@ -384,3 +384,45 @@ def test_misuse_is_refused(make_manager: MakeManager) -> None:
     manager.release(seq)
     with pytest.raises(CacheBookkeepingError, match="not open"):
         manager.ensure(seq, 5)
+
+
+def test_contents_name_the_bytes_and_not_the_tokens(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=10, windows=2)
+    tokens = prompt(3 * W + 1)
+    seq, twin = opened(manager, tokens), opened(manager, tokens)
+    assert manager.contents(seq) == ()
+    manager.commit(seq, tokens, len(tokens))
+    first = manager.contents(seq)
+    assert len(set(first)) == 3
+    assert 0 not in first
+    manager.commit(twin, tokens, len(tokens))
+    assert manager.contents(twin) == (0, 0, 0)  # private copies: gone when released
+    for each in (seq, twin):
+        manager.release(each)
+    again = opened(manager, tokens)
+    assert manager.contents(again) == first
+    manager.release(again)
+    run(manager, prompt(9 * W, start=500))  # evicts them
+    assert run(manager, tokens) == 0
+    other = opened(manager, tokens)
+    assert len(manager.contents(other)) == 3
+    assert not set(manager.contents(other)) & set(first)
+
+
+def test_poison_fills_whatever_is_handed_out(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=4, windows=1, poison=True)
+    tokens = prompt(2 * W)
+    seq = opened(manager, tokens)
+    assert manager.ensure(seq, 3 * W + 1)
+    data, window = manager.pool.data, manager.windows.data
+    for _ in range(2):
+        assert len(seq.table) == 4
+        assert (data[seq.table] == 0xFF).all()
+        assert (window[seq.slot] == 0xFF).all()
+        assert manager.windows.pending[seq.slot].isnan().all()
+        assert not data[0].any()
+        data[seq.table] = 1
+        window[seq.slot] = 1
+        manager.commit(seq, tokens, 2 * W)
+        manager.release(seq)
+        seq = opened(manager, prompt(3 * W, start=500))  # its memory comes from free blocks and from evicted ones

@@ -286,6 +286,30 @@ def test_drain_whose_time_is_over_ends_what_still_runs() -> None:
     run(body)
 
 
+@pytest.mark.case("B117")
+def test_drain_of_an_engine_that_dies_on_the_way_did_not_succeed() -> None:
+    async def body() -> None:
+        async with started() as running:
+            running.gate.clear()
+            tasks = [asyncio.create_task(running.ask(slow(i))) for i in range(2)]
+            await running.until(lambda: len(running.client._queues) == 2 and len(running.memo.scheduler.running) > 0)
+            drain = asyncio.create_task(running.client.drain(20.0))
+            await asyncio.sleep(0)
+            schedule = running.memo.scheduler.schedule
+
+            def breaks() -> Any:
+                schedule()
+                raise RuntimeError("broken")
+
+            running.memo.scheduler.schedule = breaks
+            running.gate.set()
+            assert await drain is False
+            assert running.client.state == "dead"
+            assert [(await task)[-1].finish_reason for task in tasks] == ["error", "error"]
+
+    run(body)
+
+
 def test_stop_ends_every_stream() -> None:
     async def body() -> None:
         async with started(max_sequences=1) as running:

@@ -209,7 +209,7 @@ def test_after_a_broken_step_the_engine_is_as_new(error: type[BaseException], mo
 def test_a_request_that_fails_alone_is_raised() -> None:
     llm = fresh(tiny())
     head = llm.engine.runner.backbone.logits
-    llm.engine.runner.backbone.logits = lambda hidden: head(hidden) + torch.nan  # type: ignore[method-assign]
+    llm.engine.runner.backbone.logits = lambda hidden: head(hidden) + torch.nan
     try:
         with pytest.raises(EngineError, match="not finite"):
             llm.generate(prompt(9), greedy(4))
@@ -223,7 +223,7 @@ def test_unknown_options_are_named() -> None:
         LLM(str(tiny_checkpoint()), max_sequence=4)
     assert error.value.param == "max_sequence"
     with pytest.raises(ConfigError):
-        LLM(str(tiny_checkpoint()), prefill="fast")  # type: ignore[arg-type]
+        LLM(str(tiny_checkpoint()), prefill="fast")
 
 
 def test_a_model_that_is_let_go_is_freed() -> None:

@@ -64,7 +64,7 @@ def preempting(llm: LLM, every: int) -> Any:
         count["restored"] += 1
         restore(sequence)
 
-    scheduler.schedule, scheduler._restore = forced, counted  # type: ignore[method-assign]
+    scheduler.schedule, scheduler._restore = forced, counted
     try:
         yield count
     finally:
@@ -148,7 +148,8 @@ def test_what_is_saved_is_put_back_byte_for_byte(opened: Opened) -> None:
     window, pending, block = runner.windows.data[slot].clone(), runner.windows.pending[slot].clone(), runner.blocks.data[last].clone()
     runner.save(sequence, manager.contents(sequence.cache))
     manager.release(sequence.cache)
-    runner.windows.poison(slot)
+    runner.windows.data.fill_(0xAA)
+    runner.windows.pending.fill_(7.0)
     runner.blocks.poison([last])
     other = opened(prompt(3, 2))[1]
     assert other.cache.slot == slot
@@ -188,7 +189,7 @@ def test_the_same_when_requests_come_one_after_the_other(mode: PrefillMode) -> N
     llm = fresh(tiny(mode))
     engine, got = llm.engine, {}
     try:
-        engine.sink = lambda events: [got.setdefault(e.request_id, []).extend(e.token_ids) for e in events]  # type: ignore[func-returns-value]
+        engine.sink = lambda events: [got.setdefault(e.request_id, []).extend(e.token_ids) for e in events]
         ids = {}
         for i in reversed(range(len(PROMPTS))):
             ids[i] = engine.submit(Request(PROMPTS[i], PARAMS[i])).id

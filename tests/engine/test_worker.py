@@ -83,7 +83,7 @@ def test_min_tokens_holds_back_every_end_the_request_has() -> None:
         assert not held & set(memo.tokens(name)[:3])
         assert memo.tokens(name)[3:] == [EOS]
     # A chat answer also ends at role markers, which the request does not name.
-    prompt = memo.engine.codec.encode({"messages": [{"role": "user", "content": "x"}]})  # type: ignore[union-attr]
+    prompt = memo.engine.codec.encode({"messages": [{"role": "user", "content": "x"}]})
     sequence = memo.engine.prepare(Request(short(4), greedy(9, ignore_eos=False, min_tokens=3), prompt=prompt))
     assert set(sequence.sampling.params.stop_token_ids) == {i for i in memo.engine.tokenizer.stop_ids if i < memo.engine.vocab_size}
     assert sequence.request.params.stop_token_ids == ()
@@ -268,11 +268,11 @@ def test_events_of_a_broken_step_still_arrive() -> None:
     memo.step()
     memo.engine.abort(gone)
     schedule = memo.scheduler.schedule
-    memo.scheduler.schedule = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    memo.scheduler.schedule = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         memo.engine.step()
     assert memo.last(gone).finish_reason == "abort"
-    memo.scheduler.schedule = schedule  # type: ignore[method-assign]
+    memo.scheduler.schedule = schedule
     memo.finish()
     assert memo.tokens(stays) == continuation(short(5), 9)
 
@@ -309,7 +309,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(scored: bool) -> N
     names = [memo.add(short(20 + i, i), params if i == 2 else greedy(6)) for i in range(5)]
     if scored:
         real = memo.runner.logits
-        memo.runner.logits = lambda hidden: real(hidden) * torch.nan  # type: ignore[method-assign]
+        memo.runner.logits = lambda hidden: real(hidden) * torch.nan
     else:
         memo.runner.spoil = {names[2], names[3]}
     memo.finish()
@@ -327,7 +327,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(scored: bool) -> N
     memo.runner.spoil = set()
     again = memo.add(short(22, 2), greedy(6))
     memo.finish()
-    assert memo.last(again).tiers.hbm == 0  # type: ignore[union-attr]
+    assert memo.last(again).tiers.hbm == 0
     assert_idle(memo.engine)
 
 
@@ -347,7 +347,7 @@ def test_output_that_cannot_be_read_fails_its_request_alone() -> None:
     def push(token: int) -> Any:
         raise ValueError("no such state")
 
-    memo.engine._sequences[odd].output.push = push  # type: ignore[method-assign]
+    memo.engine._sequences[odd].output.push = push
     memo.finish()
     event = memo.last(odd)
     assert event.error is not None
@@ -371,7 +371,7 @@ def test_after_refusal_the_started_go_on_and_nobody_else_is_taken() -> None:
         memo.add(short(4))
     memo.finish()
     assert memo.last(waits).error is not None
-    assert memo.last(waits).error.code == "draining"  # type: ignore[union-attr]
+    assert memo.last(waits).error.code == "draining"
     assert memo.tokens(runs) == continuation(short(4), 30)
     assert memo.tokens(also) == continuation(short(5), 20), "a preempted request has started"
     assert_idle(memo.engine)
@@ -383,7 +383,7 @@ def test_ending_all_ends_running_waiting_and_just_submitted() -> None:
     memo.step()
     names.append(memo.add(short(9), greedy(30)))
     memo.engine.fail_all(EngineError("over", code="engine_dead"))
-    assert {memo.last(name).error.code for name in names} == {"engine_dead"}  # type: ignore[union-attr]
+    assert {memo.last(name).error.code for name in names} == {"engine_dead"}
     with pytest.raises(UnavailableError):
         memo.add(short(4))
     assert_idle(memo.engine)
@@ -405,7 +405,7 @@ def test_a_chat_request_goes_through_the_parser_and_its_reasoning_is_counted() -
     # MEMO's vocabulary ends before the markers; what is sampled is replaced on its way to the parser.
     sequence = memo.engine.prepare(Request(short(4), greedy(6), prompt=prompt))
     push = sequence.output.push
-    sequence.output.push = lambda token: push(end if token == 255 else token)  # type: ignore[method-assign]
+    sequence.output.push = lambda token: push(end if token == 255 else token)
     memo.runner.script = says(*(255 if i == 300 else i for i in answer), after=4)
     memo.engine.enqueue(sequence)
     memo.finish()
@@ -442,7 +442,7 @@ def test_tiers_sum_to_the_prompt() -> None:
         (40, 0, 3, "replay", WINDOW),
         (0, 0, WINDOW + 3, "none", 0),
     ]
-    assert memo.last(again).usage.cached_tokens == 40  # type: ignore[union-attr]
+    assert memo.last(again).usage.cached_tokens == 40
     assert memo.value("kv_tokens_total", group="global", tier="hbm") == 40
     assert memo.value("prompt_tokens_total") == 83 + WINDOW + 3
 

@@ -112,7 +112,7 @@ def test_salts_do_not_share() -> None:
         memo.finish()
     names = [memo.add([*short(40), 9], greedy(2), salt=salt) for salt in ("a", "b", "c")]
     memo.finish()
-    assert [memo.last(name).tiers.hbm for name in names] == [40, 40, 0]  # type: ignore[union-attr]
+    assert [memo.last(name).tiers.hbm for name in names] == [40, 40, 0]
 
 
 def test_what_was_generated_is_reused_too() -> None:
@@ -123,5 +123,5 @@ def test_what_was_generated_is_reused_too() -> None:
     turn = [*short(20), *memo.tokens(first), 9, 10]
     second = memo.add(turn, greedy(4))
     memo.finish()
-    assert memo.last(second).tiers.hbm == 48  # type: ignore[union-attr]
+    assert memo.last(second).tiers.hbm == 48
     assert memo.tokens(second) == continuation(turn, 4)

@@ -38,7 +38,7 @@ def same_sums(golden: Path) -> bool:
     weights, trace = load_file(folder / "checkpoint" / "model.safetensors"), load_file(folder / "trace_T13.safetensors")
     for layer in range(12):
         x = trace[f"layer{layer}.in_h"].flatten(1).float()
-        mixes = torch.nn.functional.linear(x, weights[f"layers.{layer}.hc_attn_fn"]) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-20)
-        if not torch.equal(mixes, trace[f"layer{layer}.hc_attn.mixes"]):
+        mixes = torch.nn.functional.linear(x, weights[f"layers.{layer}.hc_attn_fn"])
+        if not torch.equal(mixes * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-20), trace[f"layer{layer}.hc_attn.mixes"]):
             return False
     return True

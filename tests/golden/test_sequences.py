@@ -1,8 +1,8 @@
 """Whole sequences: prefill, what `trace` shows of it, and decode fed with the golden tokens.
 
-Decode is compared twice. The reference multiplies a lone row by other code than many rows, whose sums differ in the last bit; ours must not,
-so that a step does not depend on its batch. With the reference's order put in place of ours, decode is equal bit for bit: selections,
-caches, logits. With our own order it is held to the bounds that the golden README gives for single roundings.
+Decode is compared twice. The reference multiplies a lone row by other code than many rows, whose sums differ in the last bit; ours
+must not, so that a step does not depend on its batch. With the reference's order put in place of ours, decode is equal bit for bit:
+selections, caches, logits. With our own order it is held to the bounds that the golden README gives for single roundings.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class TestDecodeWithTheReferencesSums:
     def test_own_index_keys_are_scored(self, decoded_alike: dict[str, Decoded], name: str) -> None:
         """Not the last publisher's: the reference's decode defect (spec §5.5) is not copied."""
         run = decoded_alike[name]
-        seen = [layer for layer in (2, 4) if not torch.equal(*(run.golden.tensors[f"{k}.layer{layer}.topk"] for k in ("decode", "decode_literal")))]
+        lists = {layer: [run.golden.tensors[f"{kind}.layer{layer}.topk"] for kind in ("decode", "decode_literal")] for layer in (2, 4)}
+        seen = [layer for layer, (right, literal) in lists.items() if not torch.equal(right, literal)]
         for layer in seen:
             found = torch.stack([step[f"layer{layer}.topk"] for step in run.notes]).int()
             assert difference(found, run.golden.tensors[f"decode_literal.layer{layer}.topk"]) is not None
@@ -219,14 +220,14 @@ def test_decode_with_our_own_sums(decoded: dict[str, Decoded], same_sums: bool, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scoring_prompt_and_continuation_at_once(tiny_a: LLM, sequences: LoadSequence, name: str) -> None:
-    """As near as decode, up to ties that the longer prompt's row width settles otherwise (the golden's stepwise comparison has them too)."""
+    """As near as decode, up to ties that the longer prompt's row width settles otherwise (the golden README's "stepwise" has them too)."""
     g = sequences(name)
     found = tiny_a.score(g.ids + g.tensors["decode.tokens"].tolist()[: STEPS - 1])
     assert_near(found[len(g.ids) - 1 :], g.tensors["decode.logits"])
 
 
 def test_greedy_generation(tiny_a: LLM, sequences: LoadSequence, decoded: dict[str, Decoded]) -> None:
-    """The tokens of the golden file, each alone and all together, up to the first whose lead over the second is lost in the rounding noise."""
+    """The tokens of the golden file, all together and one alone, up to the first whose lead over the second is within rounding noise."""
     golden = [sequences(name) for name in NAMES]
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     together = tiny_a.generate([g.ids for g in golden], params)

@@ -36,7 +36,8 @@ def test_formats_are_exact(name: str) -> None:
 # A random network amplifies one ulp about 1.3 times a layer (the golden notes measure the like between two CPU implementations), so the
 # first layers are held tightly and the end only to the same distribution.
 @pytest.mark.parametrize(
-    ("name", "limit"), [("layer0.attn_in", 0.0), ("layer0.attn_out", 1e-3), ("layer0.ffn_out", 1e-3), ("layer1.attn_out", 0.03), ("layer2.attn_out", 0.1)]
+    ("name", "limit"),
+    [("layer0.attn_in", 0.0), ("layer0.attn_out", 1e-3), ("layer0.ffn_out", 1e-3), ("layer1.attn_out", 0.03), ("layer2.attn_out", 0.1)],
 )
 def test_first_layers_agree(traces: tuple[dict[str, Tensor], dict[str, Tensor]], name: str, limit: float) -> None:
     cpu, cuda = (t[name].float() for t in traces)

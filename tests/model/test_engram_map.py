@@ -144,6 +144,16 @@ def test_another_tokenizer_is_refused(golden: Path, tiny: ModelConfig, tmp_path:
         compress_vocabulary(tmp_path / "tokenizer.json", tiny)
 
 
+def test_vocabulary_and_tokenizer_of_other_lengths(golden: Path, tiny: ModelConfig) -> None:
+    """Classes are those of the tokenizer's entries: rows that pad the vocabulary add none, and none is lost where it is shorter."""
+    path = golden / "tiny-a" / "checkpoint" / "tokenizer.json"
+    wanted = compress_vocabulary(path, tiny)
+    longer = compress_vocabulary(path, replace(tiny, vocab_size=tiny.vocab_size + 64))
+    assert len(longer) == tiny.vocab_size + 64
+    assert torch.equal(longer[: tiny.vocab_size], wanted)
+    assert torch.equal(compress_vocabulary(path, replace(tiny, vocab_size=500)), wanted[:500])
+
+
 def test_tables_that_do_not_fit_are_refused(tiny: ModelConfig) -> None:
     with pytest.raises(CheckpointError, match=r"layer 4 has 2147 rows .* need 2148"):
         hash_constants(replace(tiny, engram_num_embeddings=(1916, 2147)))

@@ -166,6 +166,31 @@ def test_candidates_at_every_history_length(ratio: int, shape: str) -> None:
     assert seen == tokens
 
 
+@pytest.mark.parametrize("chunk", [40, 7, 1])
+@pytest.mark.parametrize(("k", "pool", "size"), [(4, 1, 3), (12, 3, 1), (16, 2, 8), (30, 2, 8)])
+def test_a_pool_smaller_than_the_selection(k: int, pool: int, size: int, chunk: int) -> None:
+    """Such small configurations only: the reference's top-k goes on among the masked scores and keeps what of them is visible."""
+    source, reader = indexers(k, pool, size)
+    history, queries, weights = random_history(40)
+    scores, filled = history.scores(queries, weights), 0
+    for start in range(0, 40, chunk):
+        state = history.state([(start, min(start + chunk, 40))], 40)
+        history.select(source, state, queries, weights)
+        chosen = history.select(reader, state, queries, weights)
+        for i, position in enumerate(state.rows.positions.tolist()):
+            visible = position + 1
+            allowed = pool_of(scores, visible, 40, pool, size)
+            row = torch.full((40,), -INF, dtype=torch.bfloat16)
+            row[:visible] = scores[:visible]
+            row[[j for j in range(40) if j not in allowed]] = -INF
+            wanted = sorted(j for j in torch.topk(row, k).indices.tolist() if j < visible)
+            if visible <= pool * size:  # no restriction yet
+                wanted = [j for j in topk(scores, visible, 40, k) if j >= 0]
+            assert [j for j in chosen[i].tolist() if j >= 0] == wanted, position
+            filled += any(j not in allowed for j in wanted)
+    assert filled
+
+
 @pytest.mark.case("B012")
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_no_cliff_where_selection_begins(ratio: int) -> None:

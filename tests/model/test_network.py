@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,28 +37,29 @@ def test_equals_the_reference(net: Net) -> None:
 @pytest.mark.case("B012")
 def test_no_cliff_where_lists_begin_to_overflow(tiny_net: Net) -> None:
     """Lengths around the selection size k = 8 of ratio 1 and ratio 2 sources, and around the candidate pool: equal to the reference."""
-    for length in (6, 7, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 20, 21):
+    for length in (6, 7, 8, 9, 10, 11, 15, 16, 17, 18, 19):
         tokens = tiny_net.tokens(length, seed=length)
         assert difference(whole(tiny_net, tokens)[0], Reference(tiny_net.weights, tokens).run(0, length)) is None, length
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [7, 64])
 def test_chunks_change_nothing(net: Net, chunk: int) -> None:
-    tokens = net.tokens(100)
+    """(Chunks of one token: the splits of B015 and the step budgets below.)"""
+    tokens = net.tokens(70)
     logits, stored = whole(net, tokens)
     with Hand(net.llm, tokens) as hand:
-        assert difference(hand.feed(*range(0, 100, chunk), 100), logits) is None
-        assert_same(hand.stored(100), stored, f"chunks of {chunk}")
+        assert difference(hand.feed(*range(0, 70, chunk), 70), logits) is None
+        assert_same(hand.stored(70), stored, f"chunks of {chunk}")
 
 
 def test_uneven_cuts_change_nothing(net: Net) -> None:
     """Cuts at odd places, inside groups, blocks and windows; the stored state is compared at every cut."""
-    tokens, rng = net.tokens(77, seed=1), random.Random(1)
+    tokens, rng = net.tokens(57, seed=1), random.Random(1)
     logits, _ = whole(net, tokens)
-    for _ in range(4):
-        cuts = [0, *sorted(rng.sample(range(1, 77), 5)), 77]
+    for _ in range(2):
+        cuts = [0, *sorted(rng.sample(range(1, 57), 3)), 57]
         with Hand(net.llm, tokens) as hand:
-            for a, b in zip(cuts, cuts[1:], strict=False):
+            for a, b in pairwise(cuts):
                 assert difference(hand.feed(a, b), logits[a:b]) is None, (cuts, a)
                 with Hand(net.llm, tokens) as fresh:
                     fresh.feed(0, b)
@@ -67,13 +69,13 @@ def test_uneven_cuts_change_nothing(net: Net) -> None:
 @pytest.mark.parametrize("encoder_tokens", [1, 7, 64])
 def test_score_does_not_depend_on_the_step_budget(golden: Path, tiny_net: Net, encoder_tokens: int) -> None:
     llm = LLM(str(golden / "tiny-a" / "checkpoint"), kv_tokens=512, encoder_tokens=encoder_tokens)
-    tokens = tiny_net.tokens(60, seed=2)
+    tokens = tiny_net.tokens(30 if encoder_tokens == 1 else 70, seed=2)
     assert difference(llm.score(tokens), tiny_net.llm.score(tokens)) is None
 
 
 def test_seven_others_in_the_batch_change_nothing(net: Net) -> None:
     """Eight sequences of other lengths that start at other steps, mixed prompts and single tokens: each as if it were alone."""
-    rng, lengths = random.Random(3), [61, 5, 33, 90, 18, 1, 47, 72]
+    rng, lengths = random.Random(3), [41, 5, 33, 60, 18, 1, 27, 50]
     sequences = [net.tokens(n, seed=10 + n) for n in lengths]
     prompts = [max(1, n - rng.randint(0, 12)) for n in lengths]
     alone = [whole(net, tokens, prompt) for tokens, prompt in zip(sequences, prompts, strict=True)]
@@ -101,31 +103,38 @@ def test_seven_others_in_the_batch_change_nothing(net: Net) -> None:
 
 
 @pytest.mark.case("B015")
-def test_prefill_then_decode_for_every_split(net: Net) -> None:
-    """64 tokens as prefill(k) and 64 - k single steps, for every k: the logits and all stored bytes of one prefill."""
-    tokens = net.tokens(64, seed=4)
+@pytest.mark.parametrize(("name", "length"), [("tiny_net", 64), ("demo_net", 24)])
+def test_prefill_then_decode_for_every_split(request: pytest.FixtureRequest, name: str, length: int) -> None:
+    """All tokens as prefill(k) and single steps, for every k, 1 among them: the logits and all stored bytes of one prefill."""
+    net: Net = request.getfixturevalue(name)
+    tokens = net.tokens(length, seed=4)
     logits, stored = whole(net, tokens)
     with ExitStack() as stack:
-        hands = {k: stack.enter_context(Hand(net.llm, tokens)) for k in range(1, 64)}
+        hands = {k: stack.enter_context(Hand(net.llm, tokens)) for k in range(1, length)}
         for k, found in zip(hands, step(net.llm, [hand.row(0, k) for k, hand in hands.items()]), strict=True):
             assert difference(found, logits[:k]) is None, k
-        for p in range(1, 64):
+        for p in range(1, length):
             members = [k for k in hands if k <= p]
             for k, found in zip(members, step(net.llm, [hands[k].row(p, p + 1) for k in members]), strict=True):
                 assert difference(found, logits[p : p + 1]) is None, f"position {p} after a prefill of {k}"
         for k, hand in hands.items():
-            assert_same(hand.stored(64), stored, f"prefill of {k}")
+            assert_same(hand.stored(length), stored, f"prefill of {k}")
 
 
 @pytest.mark.case("B015")
 def test_generated_tokens_equal_the_reference(tiny_net: Net) -> None:
     """Real decode, where ties are settled over what is visible: each split equals REF with the same prompt length."""
-    tokens = tiny_net.tokens(48, seed=5)
-    for prompt in (1, 2, 9, 17, 30, 31):
-        ref = Reference(tiny_net.weights, tokens, prompt_tokens=prompt)
-        wanted = torch.cat([ref.run(0, prompt), *(ref.run(p, p + 1) for p in range(prompt, 48))])
-        with Hand(tiny_net.llm, tokens, prompt) as hand:
-            assert difference(hand.feed(0, *range(prompt, 49)), wanted) is None, prompt
+    tokens, prompts = tiny_net.tokens(48, seed=5), (1, 9, 17, 30, 31)
+    with ExitStack() as stack:
+        hands = [stack.enter_context(Hand(tiny_net.llm, tokens, prompt)) for prompt in prompts]
+        found = [[part] for part in step(tiny_net.llm, [h.row(0, prompt) for h, prompt in zip(hands, prompts, strict=True)])]
+        for p in range(1, 48):
+            members = [i for i, prompt in enumerate(prompts) if prompt <= p]
+            for i, part in zip(members, step(tiny_net.llm, [hands[i].row(p, p + 1) for i in members]), strict=True):
+                found[i].append(part)
+        for hand, prompt, parts in zip(hands, prompts, found, strict=True):
+            ref = Reference(tiny_net.weights, tokens, prompt_tokens=prompt)
+            assert difference(torch.cat(parts), ref.run(0, 48)) is None, prompt
             for source in hand.runner.layout.sources:
                 assert difference(hand.stored(48)[f"layer{source.layer}.entries"], ref.entries(source.layer)) is None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import time
 import zlib
 from typing import Any
 
@@ -332,3 +334,49 @@ def test_decode_at_the_limit() -> None:
     with pytest.raises(HttpError) as error:
         decode(gzip.compress(data), "gzip", 999)
     assert error.value.status == 413
+
+
+
+def test_body_of_empty_gzip_members_is_refused_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(HttpError, match="members"):
+        decode(gzip.compress(b"") * 1_000_000, "gzip", 64 * MIB)
+    assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize("size", [0, 1, 300_000, 700_000])
+@pytest.mark.parametrize("fill", ["random", "zeros"])
+def test_compressed_body_in_pieces(size: int, fill: str) -> None:
+    data = random.Random(size).randbytes(size) if fill == "random" else bytes(size)
+    for packed, name in ((gzip.compress(data), "gzip"), (zlib.compress(data), "deflate"), (zlib.compress(data)[2:-4], "deflate")):
+        assert decode(packed, name, size) == data
+        with pytest.raises(HttpError) as caught:
+            decode(packed[:-1], name, size + 1)
+        assert caught.value.status == 400
+
+
+def test_string_that_never_ends_costs_no_more_than_its_length(served: Served) -> None:
+    began = time.process_time()
+    refused(post(served, content=b'{"a": "' + b'\\"' * 30_000))  # small: parsed on the event loop
+    refused(post(served, content=b'{"a": "' + b'\\"' * 500_000))
+    assert time.process_time() - began < 2.0
+
+
+def test_body_of_very_many_values_is_refused_before_it_is_parsed(served: Served) -> None:
+    for content in (b'{"messages": [' + b"[]," * 1_100_000 + b"[]]}", b'{"a": [' + b"1," * 1_100_000 + b"NaN]}"):
+        assert "too many values" in refused(post(served, content=content))["message"]
+    # The same characters inside a text are no values.
+    assert parse_object(b'{"a": "' + b'[],\\"' * 600_000 + b'"}', 200)["a"].count("[") == 600_000
+
+
+def test_path_of_a_number_that_is_not_finite(served: Served) -> None:
+    error = refused(post(served, content=b'{"x": [{}, {"t": [1, {"u": NaN}]}], "y": []}'))
+    assert error["param"] == "x[1].t[1].u"
+
+
+def test_errors_do_not_echo_keys_of_megabytes(served: Served) -> None:
+    key = "k" * MIB
+    for content in (f'{{"{key}": NaN}}', f'{{"messages": [], "logit_bias": {{"{key}": "x"}}}}'):
+        response = post(served, content=content.encode())
+        assert response.status_code == 400
+        assert len(response.content) < 4000

@@ -157,7 +157,8 @@ def _groups() -> list[Tensor]:
         groups.append(torch.cat((ties, -ties)))
     outlier = torch.full((16,), 0.01)
     outlier[5] = -300.0
-    groups += [torch.zeros(16), torch.full((16,), 2.0**-130), outlier, torch.full((16,), 448.0 * 6), torch.full((16,), 1e5), -torch.zeros(16)]
+    groups += [torch.full((16,), value) for value in (0.0, -0.0, 2.0**-130, 448.0 * 6, 1e5)]
+    groups.append(outlier)
     return [g.to(torch.bfloat16) for g in groups]
 
 
@@ -184,3 +185,15 @@ def _ceil_power(x: Fraction) -> Fraction:
     while power < x:
         power *= 2
     return power
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_in_any_batch(bad: float) -> None:
+    """A group with such a value must reach the logits, where it is looked for, whoever shares the step."""
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(1))
+    x[0, 3] = bad
+    for rows in (x[:1], x):
+        assert not formats.fp8_round(rows)[0, :32].isfinite().any()
+        assert formats.fp8_round(rows)[0, 32:].isfinite().all()
+        assert not formats.fp8_decode(*formats.fp8_encode(rows))[0, 3].isfinite()
+        assert not formats.index_round(rows)[0, 3].isfinite()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -72,10 +72,18 @@ def test_mxfp4_linear_equals_golden(components: Components) -> None:
     torch.testing.assert_close(fp32_linear(x, weight), g["mxfp4_gemm.y_weight_only"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize(("out", "width"), [(96, 64), (33, 256), (8, 2048), (200, 1024)])
-def test_a_row_does_not_depend_on_the_batch(kind: str, out: int, width: int) -> None:
-    """Any number of rows, any place among them, bit for bit."""
+def test_a_row_does_not_depend_on_the_batch(kind: str, out: int, width: int, threads: int) -> None:
+    """Any number of rows, any place among them, bit for bit. (The number of threads itself may change the order of a sum.)"""
     weight, x = make(kind, out, width), inputs(70, width)
     alone = torch.cat([matmul(x[i : i + 1], weight) for i in range(70)])
     for n in SIZES:
@@ -162,6 +170,13 @@ class TestTileCache:
             raise AssertionError("the tile is kept")
 
         tiles.get((1, 0), never)
+
+    def test_a_tile_never_serves_a_later_weight(self) -> None:
+        """An id is given again once its object is gone; a tile must not outlive the weight it was made for."""
+        tiles, x = TileCache(1 << 24), inputs(4, 32)
+        for seed in range(200):
+            values = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
+            assert difference(matmul(x, PlainWeight(values, tiles)), matmul(x, PlainWeight(values, cache()))) is None
 
     @pytest.mark.parametrize("budget", [0, 4 * 256 * 40, 1 << 30])
     def test_results_do_not_depend_on_it(self, budget: int) -> None:

@@ -78,7 +78,8 @@ def test_chosen_columns_of_a_subset() -> None:
     spread = torch.stack([columns[:, :24], columns[:, 24:]], 1)  # unused places in the middle too
     gap = torch.full((25, 2, 3), -1, dtype=torch.int64)
     wide = torch.cat((spread, gap), 2).flatten(1)
-    wide_scores = torch.cat((torch.stack([scores[:, :24], scores[:, 24:]], 1), torch.full((25, 2, 3), -INF, dtype=torch.bfloat16)), 2).flatten(1)
+    halves = torch.stack([scores[:, :24], scores[:, 24:]], 1)
+    wide_scores = torch.cat((halves, torch.full((25, 2, 3), -INF, dtype=torch.bfloat16)), 2).flatten(1)
     assert select_top(wide_scores, k, [width] * 25, wide).tolist() == expected
 
 

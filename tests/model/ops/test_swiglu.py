@@ -59,3 +59,9 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         strided = torch.cat((gate, up), 1)  # as the stacked linear gives them: two views of one tensor
         a, b = strided[part].chunk(2, -1)
         assert difference(swiglu(a, b, 10.0, weight[part]), whole[part]) is None
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    gate, up = rows(64, 5, 30.0)
+    a, b = gate.double(), up.double()
+    torch.testing.assert_close(swiglu(gate, up, 0.0).double(), a / (1 + (-a).exp()) * b, rtol=2.0**-8, atol=1e-12)
