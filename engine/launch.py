@@ -64,7 +64,7 @@ def build_engine(
         progress=progress,
     )
     layout = KVLayout.of(config)
-    blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings), device)
+    blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings, device), device)
     windows = WindowPool(layout, config, options.max_sequences + 1, device)
     identity = f"{weights.fingerprint}/{tokenizer.fingerprint}"
     manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
@@ -72,12 +72,13 @@ def build_engine(
     return Engine(Runner(backbone, blocks, windows), manager, tokenizer, options, metrics, prefill=prefill, codec=codec)
 
 
-def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int) -> int:
-    """Blocks of the pool, the null block included."""
+def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int, device: str) -> int:
+    """Blocks of the pool, the null block included; called when the weights are in the device's memory already."""
     tokens = options.kv_tokens
     if tokens is None:
+        free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else Machine.here(Path.cwd()).memory_free
         context = min(options.max_context or max_position, max_position)
-        affordable = int(Machine.here(Path.cwd()).memory_free * KV_SHARE / layout.block_bytes) * layout.block_tokens
+        affordable = int(free * KV_SHARE / layout.block_bytes) * layout.block_tokens
         tokens = max(layout.block_tokens, min(max(2 * context, DEFAULT_KV_TOKENS), affordable))
     return layout.blocks_for(tokens) + 1
 

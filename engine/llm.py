@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class LLM:
 
     def score(self, token_ids: SequenceOf[int]) -> Tensor:
         """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache."""
-        return torch.cat(self._exact(list(token_ids), None))
+        return torch.cat(self._exact(_ids(token_ids, "token_ids"), None))
 
     def trace(self, token_ids: SequenceOf[int]) -> dict[str, Tensor]:
         """An exact forward pass with its intermediate results, for comparison with other implementations.
@@ -112,7 +113,7 @@ class LLM:
         """
         record: dict[str, list[Tensor]] = {}
         kept: dict[str, Tensor] = {}
-        logits = self._exact(list(token_ids), record, kept)
+        logits = self._exact(_ids(token_ids, "token_ids"), record, kept)
         out = {name: torch.cat(parts) for name, parts in record.items()}
         out["logits"] = torch.cat(logits)
         layer = self.engine.runner.backbone.layers[self.engine.runner.backbone.topology.cut]
@@ -169,12 +170,20 @@ class LLM:
     def _token_lists(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
-        prompts = list(prompts)
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
         if not prompts:
             raise RequestError("no prompts were given", param="prompts")
-        if isinstance(prompts[0], int):
+        if isinstance(prompts[0], Integral):
             prompts = [prompts]
-        return [self.tokenizer.encode_special(p) if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+        return [self.tokenizer.encode_special(p) if isinstance(p, str) else _ids(p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    """Token ids from a list, array or tensor of integers."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(ids, SequenceOf) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        raise RequestError(f"{name} must be text or a list of integer token ids, got {value!r:.80}", param="prompts")
+    return [int(i) for i in ids]
 
 
 class _Collected:

@@ -281,7 +281,8 @@ def _validate(c: ModelConfig) -> None:
         for name, sources in (("kv_source_layer_ids", kv), ("index_source_layer_ids", index)):
             need(bool(sources), f"layer {layer} has ratio {ratio} in compress_ratios, but {name} has no layer at or below it")
         source, other = kv[-1], c.compress_ratios[kv[-1]]
-        need(other == ratio, f"compress_ratios gives layer {layer} ratio {ratio}, but its source {source} (kv_source_layer_ids) ratio {other}")
+        unlike = f"compress_ratios gives layer {layer} ratio {ratio}, but its source {source} (kv_source_layer_ids) ratio {other}"
+        need(other == ratio, unlike)
         scored = f"layer {layer} would use the list of layer {index[-1]} (index_source_layer_ids)"
         need(index[-1] >= source, f"{scored} for the entries of layer {source} (kv_source_layer_ids)")
     if c.candidate_source_layer_id is not None:

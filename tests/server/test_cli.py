@@ -41,6 +41,8 @@ def refused(arguments: list[str], capsys: Printed) -> str:
         (["config", "--port=-1"], "server.port (flag --port): must be greater than or equal to 0, got '-1'"),
         (["config", "--config", "nope.yaml"], "the configuration file nope.yaml does not exist"),
         (["bench", "serve", "--streams", "0"], "bench: --streams must be at least 1, got 0"),
+        (["chat", "--max-tokens", "0"], "chat: --max-tokens must be at least 1, got 0"),
+        (["chat", "--url", "http://[::1"], "chat: --url 'http://[::1' is no address of a server: Invalid port: ':1'"),
         (["check", "demo", "--memory", "much"], "--memory takes a size such as 141GB or 16GiB, got 'much'"),
     ],
 )
@@ -142,3 +144,12 @@ def test_reader_that_leaves_early_is_no_error(repository: Path) -> None:
     command = f"{sys.executable} -m forebay.server.cli config --describe | head -n 1"
     done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_full_disk_behind_the_output_is_one_sentence() -> None:
+    code = "import sys; from forebay.server import cli; sys.exit(cli.main(['config']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[0] == "forebay: output: No space left on device"
+    assert "Traceback" not in done.stderr

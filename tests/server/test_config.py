@@ -177,3 +177,12 @@ def test_every_setting_is_described_and_measured() -> None:
             assert extra.get("unit") == "seconds", key
         if name.endswith("_bytes"):
             assert extra.get("unit") == "bytes", key
+
+
+def test_file_nested_without_end_is_one_sentence(tmp_path: Path) -> None:
+    assert refusal("a: " + "[" * 5000 + "]" * 5000, tmp_path).endswith("forebay.yaml is nested too deep")
+
+
+def test_variable_of_the_tests_is_no_setting_and_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_GOLDEN", "/somewhere")
+    assert set(load()[1].values()) == {"default"}

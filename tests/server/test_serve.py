@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from forebay.engine.options import EngineOptions
+from forebay.model.errors import ConfigError
 from forebay.server.commands.serve import build
 from forebay.server.config import load
 
@@ -128,6 +129,20 @@ def test_first_signal_drains_and_exits_zero() -> None:
 
 
 @pytest.mark.case("B121")
+def test_signal_drains_though_nobody_reads_the_log() -> None:
+    with service("--set", "server.access_log=false") as process:
+        url = url_of(process)
+        assert process.stderr is not None
+        assert process.stdout is not None
+        process.stderr.close()
+        process.stdout.close()
+        assert httpx.get(url + "/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        # 120 is Python's own: standard output could not be flushed at the end, after everything of ours had ended well.
+        assert process.wait(WAIT_S) in (0, 120)
+
+
+@pytest.mark.case("B121")
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_stops_at_once(second: signal.Signals) -> None:
     with service(FAKE_SLOW_S="30") as process:
@@ -192,6 +207,20 @@ def test_port_in_use_is_one_sentence(free_port: int) -> None:
     assert status == 2
     sentence = f"port {free_port} on 127.0.0.1 is in use; stop the program that has it or choose another with --port"
     assert err.splitlines() == [f"forebay: {sentence}"]
+
+
+def test_host_that_is_no_name_is_one_sentence() -> None:
+    with service("--host", "a" * 300) as process:
+        status, _, err = end(process)
+    assert status == 2
+    assert err.startswith("forebay: cannot listen on 'aaa")
+    assert err.endswith(": no valid host name; choose another --host\n")
+
+
+def test_pool_larger_than_memory_is_one_sentence() -> None:
+    config, _ = load(None, {"cache.kv_tokens": ("--set", str(1 << 40))})
+    with pytest.raises(ConfigError, match="not enough memory"):
+        build(config, 1, lambda done, total, name: None)
 
 
 def test_foreign_address_is_one_sentence() -> None:
