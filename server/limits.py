@@ -38,6 +38,7 @@ class ServerOptions:
     body_timeout_s: float = 60.0
     body_floor: int = 64 * 1024  # bytes per second below which a body counts as trickling once `body_timeout_s` is over
     keep_alive_s: float = 75.0
+    max_connections: int = 65_536  # a connection beyond it is answered 503
     keepalive_comment_s: float = 15.0
     liveness_timeout_s: float = 60.0
 

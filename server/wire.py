@@ -20,7 +20,7 @@ class HeadRefusedError(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, except that a request head has a size limit (431) and a deadline (408).
+    """uvicorn's protocol, except that a request head has a size limit (431) and a deadline (408), and connections a limit (503).
 
     A connection on which nothing arrives is closed like an idle one. After a refusal, what still arrives is dropped for a moment
     before the connection closes, so that the client reads the answer and not a reset.
@@ -40,6 +40,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline = self.loop.call_later(self.options.keep_alive_s, self.timeout_keep_alive_handler)
+        if len(self.connections) > self.options.max_connections:
+            text = f"The server has {self.options.max_connections} connections, all it has room for. Try again later."
+            self._refuse(HttpError(503, text, code="too_many_connections", retry_after=1))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
@@ -100,7 +103,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         failure = describe(error, request_id="", state="ready")
         body = failure.body()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        head = b"".join(b"%b: %b\r\n" % header for header in failure.headers if header[0] != b"connection")
+        head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[failure.status] + head + body)
         self._set_deadline(self.loop.call_later(_LINGER_S, self.transport.close))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -59,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("forebay").setLevel(logging.INFO)
     logging.getLogger("forebay.access").setLevel(logging.INFO if config.server.access_log else logging.WARNING)
-    raise_file_limit(config)
+    files = raise_file_limit(config)
     listener = listen(config.server.host, config.server.port, config.server.backlog)
     with listener:
-        return uvloop.run(Service(config, threads, listener).run())
+        return uvloop.run(Service(config, threads, listener, max_connections=max(files - SPARE_FILES, files // 2)).run())
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
@@ -93,8 +94,8 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     return listener
 
 
-def raise_file_limit(config: Config) -> None:
-    """Raise the soft limit of open files as far as allowed; warn if that is still too few for the streams that may come."""
+def raise_file_limit(config: Config) -> int:
+    """Raise the soft limit of open files as far as allowed; warn if that is still too few for the streams that may come. Returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -103,6 +104,7 @@ def raise_file_limit(config: Config) -> None:
     needed = config.engine.max_sequences + config.engine.max_queued_requests + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         print(f"forebay: only {soft} open files are allowed, {needed} may be needed; raise the hard limit (ulimit -Hn)", file=sys.stderr)
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def build(config: Config, threads: int, progress: Callable[[int, int, str], None]) -> EngineClient:
@@ -171,13 +173,13 @@ class HttpServer(uvicorn.Server):
 class Service:
     """One run of the server, from the bound socket to the exit status."""
 
-    def __init__(self, config: Config, threads: int, listener: socket.socket) -> None:
+    def __init__(self, config: Config, threads: int, listener: socket.socket, *, max_connections: int) -> None:
         self._config = config
         self._threads = threads
         self._listener = listener
         self._out, err = consoles()
         self._progress = LoadProgress(err)
-        self._options = ServerOptions.from_config(config)
+        self._options = dataclasses.replace(ServerOptions.from_config(config), max_connections=max_connections)
         self._gate = Gate(lambda: str(self._progress), self._options)
         self._stop = asyncio.Event()
         self._client: EngineClient | None = None

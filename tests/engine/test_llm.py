@@ -238,10 +238,10 @@ def test_a_model_that_is_let_go_is_freed() -> None:
 
 
 def test_prompts_may_be_arrays_and_nothing_else_that_is_not_ids() -> None:
-    llm, params = tiny(), greedy(3)
+    llm, params = fresh(tiny()), greedy(3)
     expected = llm.generate(prompt(20), params)[0].token_ids
     for form in (np.array(prompt(20)), torch.tensor(prompt(20)), [np.array(prompt(20))], [[np.int64(i) for i in prompt(20)]]):
-        assert llm.generate(form, params)[0].token_ids == expected
+        assert fresh(llm).generate(form, params)[0].token_ids == expected  # without the cache: a resume by replay is an approximation
     for junk in ([[1.5, 2.0]], [[True]], [None], [[["a"]]]):
         with pytest.raises(RequestError, match="prompts"):
             llm.generate(junk, params)

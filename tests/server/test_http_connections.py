@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -481,6 +482,7 @@ def test_the_log_has_numbers_and_no_content(served: Served, http: httpx.Client, 
     http.post(served.url + CHAT, json=body, headers={"x-request-id": "logged"})
     http.get(served.url + "/health")
     http.get(served.url + "/nowhere/secret")
+
     def logged() -> list[dict[str, Any]]:
         lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "forebay.access"]
         return [line for line in lines if line["request_id"] != "same"]  # of the test before
@@ -560,3 +562,21 @@ def test_home_and_version(served: Served, http: httpx.Client) -> None:
     version = http.get(served.url + "/version").json()
     assert version["model"] == "script"
     assert version["version"]
+
+
+@pytest.mark.case("B123")
+def test_connection_beyond_the_limit_is_answered_503() -> None:
+    with serve(ScriptEngine(), ServerOptions(max_connections=2)) as served, contextlib.ExitStack() as held:
+        host, port = served.url.removeprefix("http://").split(":")
+        for _ in range(2):
+            held.enter_context(socket.create_connection((host, int(port))))
+        time.sleep(0.1)
+        with socket.create_connection((host, int(port))) as extra:
+            extra.settimeout(10)
+            extra.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b"".join(iter(lambda: extra.recv(65536), b""))
+        held.close()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1\r\n" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        served.wait(lambda: httpx.get(served.url + "/health/live").status_code == 200)

@@ -336,7 +336,6 @@ def test_decode_at_the_limit() -> None:
     assert error.value.status == 413
 
 
-
 def test_body_of_empty_gzip_members_is_refused_at_once() -> None:
     began = time.process_time()
     with pytest.raises(HttpError, match="members"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -13,7 +14,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from forebay.engine.types import QueueFullError, TokenLogprob
+from forebay.engine.types import QueueFullError, TokenLogprob, UnavailableError
+from forebay.server.app import create_app
+from forebay.server.errors import describe
 from forebay.server.limits import ServerOptions
 from script_engine import Script, ScriptEngine, Served, serve
 
@@ -253,9 +256,7 @@ def test_cut_into_tokens_does_not_matter(served: Served) -> None:
     for per_event in (1, 2, 3, 7, 1000):
         served.engine.answer = Script([*served.engine.ids(said), served.engine.tokenizer.eos_id], per_event=per_event)
         received = chunks(served, tools=TOOLS)
-        arguments = "".join(
-            call["function"]["arguments"] for c in received for call in c["choices"][0]["delta"].get("tool_calls", [])
-        )
+        arguments = "".join(call["function"]["arguments"] for c in received for call in c["choices"][0]["delta"].get("tool_calls", []))
         seen.add((joined(received, "reasoning_content"), joined(received), arguments))
     assert seen == {("Let me\n\nthink <a>.", "First < second", json.dumps({"text": 'if x < y: print("</b>")\n'}))}
 
@@ -297,6 +298,34 @@ def test_aborted_by_the_engine_is_an_error(served: Served, state: Any) -> None:
     *_, error, done = events(served, **PLAIN)
     assert done == "[DONE]"
     assert json.loads(error)["error"]["code"] == ("draining" if state == "draining" else "engine_unavailable")
+
+
+def test_cause_told_is_that_of_the_engine_not_its_next_state() -> None:
+    # By the time the answer is written, a drain whose time is over has become a stopped engine.
+    failure = describe(UnavailableError("the server shut down before this request finished", code="draining"), request_id="r", state="dead")
+    assert (failure.status, failure.code) == (503, "draining")
+    assert failure.message.startswith("The server is shutting down")
+
+
+def test_cancelled_with_the_server_is_an_answer_not_a_traceback(served: Served) -> None:
+    sent: list[Any] = []
+
+    async def main() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(60)  # a body that never comes
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"content-length", b"9")]}
+        task = asyncio.create_task(create_app(served.engine, ServerOptions())(scope, receive, send))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    asyncio.run(main())
+    assert sent[0]["status"] == 503
+    assert json.loads(sent[1]["body"])["error"]["code"] == "draining"
 
 
 @pytest.fixture

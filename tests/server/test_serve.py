@@ -133,13 +133,10 @@ def test_signal_drains_though_nobody_reads_the_log() -> None:
     with service("--set", "server.access_log=false") as process:
         url = url_of(process)
         assert process.stderr is not None
-        assert process.stdout is not None
         process.stderr.close()
-        process.stdout.close()
         assert httpx.get(url + "/health/ready").status_code == 200
         process.send_signal(signal.SIGTERM)
-        # 120 is Python's own: standard output could not be flushed at the end, after everything of ours had ended well.
-        assert process.wait(WAIT_S) in (0, 120)
+        assert process.wait(WAIT_S) == 0
 
 
 @pytest.mark.case("B121")
