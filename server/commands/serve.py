@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import importlib
 import json
 import logging
 import os
@@ -61,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("forebay").setLevel(logging.INFO)
     logging.getLogger("forebay.access").setLevel(logging.INFO if config.server.access_log else logging.WARNING)
     files = raise_file_limit(config)
-    listener = listen(config.server.host, config.server.port, config.server.backlog)
+    # Whoever waits to be accepted is accepted at once, before anybody can be turned away: where files are few, few may wait.
+    backlog = min(config.server.backlog, max(16, files // 4))
+    listener = listen(config.server.host, config.server.port, backlog)
     with listener:
-        return uvloop.run(Service(config, threads, listener, max_connections=max(files - SPARE_FILES, files // 2)).run())
+        return uvloop.run(Service(config, threads, listener, backlog=backlog, max_connections=max(files - SPARE_FILES, files // 2)).run())
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
@@ -111,6 +114,7 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
     """Load the model and build its engine (blocks; minutes for a large checkpoint)."""
     # Imported here: this brings torch, which must come after the thread settings and need not be there for a usage error.
     progress(0, 0, "importing torch")
+    importlib.import_module("numpy.ma")  # numpy would do it in the first request that needs it, when files may have run out
     from forebay.engine.launch import build_client
     from forebay.engine.options import EngineOptions
     from forebay.engine.plan import kv_tokens_in
@@ -173,10 +177,11 @@ class HttpServer(uvicorn.Server):
 class Service:
     """One run of the server, from the bound socket to the exit status."""
 
-    def __init__(self, config: Config, threads: int, listener: socket.socket, *, max_connections: int) -> None:
+    def __init__(self, config: Config, threads: int, listener: socket.socket, *, backlog: int, max_connections: int) -> None:
         self._config = config
         self._threads = threads
         self._listener = listener
+        self._backlog = backlog
         self._out, err = consoles()
         self._progress = LoadProgress(err)
         self._options = dataclasses.replace(ServerOptions.from_config(config), max_connections=max_connections)
@@ -189,7 +194,7 @@ class Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        http = HttpServer(uvicorn_config(self._gate, self._options, backlog=self._config.server.backlog, timeout_graceful_shutdown=FLUSH_S))
+        http = HttpServer(uvicorn_config(self._gate, self._options, backlog=self._backlog, timeout_graceful_shutdown=FLUSH_S))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
             self._client = client = await self._load()

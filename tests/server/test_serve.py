@@ -258,6 +258,7 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
         "weight_cache_bytes": 10_000,
         "default_effort": 11,
         "poison": True,
+        "batch_invariant": False,
     }
     flags = {f"engine.{name}": ("--set", value) for name, value in values.items()}
     others = {"cache.kv_bytes": 113_920 * 2, "cache.prefix_reuse": False, "engine.prefill": "exact"}
