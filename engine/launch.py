@@ -49,6 +49,8 @@ def build_engine(
         ConfigError: the device is not there.
     """
     options = options or EngineOptions()
+    if device != "cpu" and not device.startswith("cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', got {device!r}", param="device")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu", param="device")
     if prefill not in ("bounded", "exact"):

@@ -65,6 +65,8 @@ class LLM:
         """
         token_lists = self._token_lists(prompts)
         many = list(params) if isinstance(params, SequenceOf) else [params or SamplingParams()] * len(token_lists)
+        if not all(isinstance(chosen, SamplingParams) for chosen in many):
+            raise RequestError(f"params must be SamplingParams or a list of them, got {params!r:.200}", param="params")
         if len(many) != len(token_lists):
             raise RequestError(f"{len(many)} sampling parameters for {len(token_lists)} prompts", param="params")
         requests = []
@@ -170,19 +172,29 @@ class LLM:
     def _token_lists(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
-        prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+        if hasattr(prompts, "tolist"):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, list | tuple):
+            raise RequestError(f"prompts must be text, token ids or a list of either, got {prompts!r:.80}", param="prompts")
         if not prompts:
             raise RequestError("no prompts were given", param="prompts")
         if isinstance(prompts[0], Integral):
             prompts = [prompts]
-        return [self.tokenizer.encode_special(p) if isinstance(p, str) else _ids(p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+        return [self._encode(p, i) if isinstance(p, str) else _ids(p, f"prompts[{i}]") for i, p in enumerate(prompts)]
+
+    def _encode(self, text: str, number: int) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompts[{number}] is not valid Unicode: {error.reason}", param="prompts") from None
+        return self.tokenizer.encode_special(text)
 
 
 def _ids(value: Any, name: str) -> list[int]:
     """Token ids from a list, array or tensor of integers."""
     ids = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(ids, SequenceOf) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
-        raise RequestError(f"{name} must be text or a list of integer token ids, got {value!r:.80}", param="prompts")
+    if not isinstance(ids, list | tuple) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        raise RequestError(f"{name} must be text or a list of integer token ids, got {value!r:.80}", param=name.partition("[")[0])
     return [int(i) for i in ids]
 
 

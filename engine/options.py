@@ -44,6 +44,13 @@ class EngineOptions:
     poison: bool = False
 
     def __post_init__(self) -> None:
+        for name, spec in self.__dataclass_fields__.items():
+            value, kind = getattr(self, name), str(spec.type)
+            if name == "default_effort" or (value is None and "None" in kind):
+                continue
+            allowed: tuple[type, ...] = (bool,) if kind == "bool" else (int, float) if kind == "float" else (int,)
+            if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
+                raise ConfigError(f"{name} must be {kind.replace(' | None', ' or None')}, got {value!r}", param=name)
         for name in ("max_sequences", "encoder_tokens", "decoder_tokens", "max_queued_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from forebay.model.chat import Delta, EncodedPrompt
@@ -54,7 +55,7 @@ class SamplingParams:
     """How to choose tokens and when to stop; OpenAI names where OpenAI has one (spec/http-api.md §3).
 
     `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None is off, otherwise the number of alternatives (0..20).
-    `max_tokens` None means up to the context limit. Raises RequestError naming the field for a value out of range.
+    `max_tokens` None means up to the context limit. `stop` may be one string. Raises RequestError naming the field for a value out of range.
     """
 
     temperature: float = 1.0
@@ -69,7 +70,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
@@ -80,8 +81,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise RequestError(f"{name} must be {rule}, got {getattr(self, name)!r}", param=name)
+                raise RequestError(f"{name} must be {rule}, got {getattr(self, name)!r:.200}", param=name)
 
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+            need(_is(Real, getattr(self, name)), name, "a number")
+        for name in ("top_k", "min_tokens", "n"):
+            need(_is(Integral, getattr(self, name)), name, "an integer")
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            need(getattr(self, name) is None or _is(Integral, getattr(self, name)), name, "an integer or None")
+        for name in ("include_stop", "ignore_eos"):
+            need(isinstance(getattr(self, name), bool), name, "True or False")
+        rule = "a mapping of token ids to numbers"
+        need(isinstance(self.logit_bias, Mapping), "logit_bias", rule)
+        need(all(isinstance(k, Integral) and _is(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            need(isinstance(value, Sequence | set | frozenset) or (value is None and name == "allowed_token_ids"), name, "a list")
         # NaN fails every comparison, so it is refused by each range below.
         need(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
         need(0.0 <= self.top_p <= 1.0, "top_p", "between 0 and 1")
@@ -99,6 +116,11 @@ class SamplingParams:
             value = getattr(self, name)
             need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
         need(1 <= self.n <= 128, "n", "between 1 and 128")
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether `value` is a number of this kind; True and False are not numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from engines import WINDOW, assert_idle, fresh, greedy, prompt, same, tiny, tiny_checkpoint
 from forebay.engine.llm import LLM
+from forebay.engine.options import EngineOptions
 from forebay.engine.types import EngineError, SamplingParams
 from forebay.model.errors import ConfigError, RequestError
 from forwards import Hand
@@ -245,3 +246,53 @@ def test_prompts_may_be_arrays_and_nothing_else_that_is_not_ids() -> None:
     for junk in ([[1.5, 2.0]], [[True]], [None], [[["a"]]]):
         with pytest.raises(RequestError, match="prompts"):
             llm.generate(junk, params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"), ("temperature", None), ("temperature", float("nan")), ("temperature", True), ("top_k", 1.5), ("seed", 1.5),
+        ("max_tokens", 1.5), ("max_tokens", 0), ("logprobs", True), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("stop", [""]),
+        ("stop", 5), ("stop_token_ids", 7), ("ignore_eos", 1), ("n", 0), ("min_tokens", -1),
+    ],
+)  # fmt: skip
+def test_sampling_params_name_the_field(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert field in caught.value.message
+
+
+def test_one_stop_string_may_be_given_alone() -> None:
+    assert SamplingParams(stop="abc").stop == ("abc",)
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_sequences", "x"), ("encoder_tokens", 1.5), ("prefix_reuse", 1), ("kv_tokens", True)])
+def test_engine_options_name_the_field(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineOptions(**{name: value})
+    assert caught.value.param == name
+
+
+def test_unknown_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="device must be 'cpu' or 'cuda'"):
+        LLM(str(tiny_checkpoint()), device="tpu")
+
+
+@pytest.mark.parametrize("junk", [None, {}, {"a": 1}, b"abc", "\ud800", ["\ud800"], 5, []])
+def test_prompts_of_other_kinds_are_refused(junk: object) -> None:
+    with pytest.raises(RequestError):
+        tiny().generate(junk, greedy(2))
+
+
+@pytest.mark.parametrize("junk", ["abc", [1.5], None, [[1]], []])
+def test_scores_of_other_kinds_are_refused(junk: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        tiny().score(junk)
+    assert caught.value.param == "token_ids"
+
+
+def test_parameters_of_other_kinds_are_refused() -> None:
+    for junk in (5, {"max_tokens": 3}, [None]):
+        with pytest.raises(RequestError, match="params"):
+            tiny().generate([[5, 6]], junk)

@@ -124,7 +124,7 @@ def random_history(entries: int, ratio: int = 1, seed: int = 0) -> tuple[History
     codes = torch.randint(0, 256, (entries, DIM // 2), generator=g, dtype=torch.uint8) & 0xBB  # magnitudes up to 1.5
     scales = torch.randint(126, 128, (entries, 1), generator=g, dtype=torch.uint8)
     queries = torch.randint(-2, 3, (HEADS, DIM), generator=g).float()
-    return History(codes, scales, ratio), queries, torch.tensor([1.0, 0.5])
+    return History(codes, scales, ratio), queries, torch.tensor([0.5, -1.0])
 
 
 @pytest.mark.case("B013")
