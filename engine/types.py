@@ -55,7 +55,8 @@ class SamplingParams:
     """How to choose tokens and when to stop; OpenAI names where OpenAI has one (spec/http-api.md §3).
 
     `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None is off, otherwise the number of alternatives (0..20).
-    `max_tokens` None means up to the context limit. `stop` may be one string. Raises RequestError naming the field for a value out of range.
+    `max_tokens` None means up to the context limit. `stop` may be one string.
+    Raises RequestError naming the field for a value of another type or out of range.
     """
 
     temperature: float = 1.0
@@ -95,7 +96,7 @@ class SamplingParams:
             need(isinstance(getattr(self, name), bool), name, "True or False")
         rule = "a mapping of token ids to numbers"
         need(isinstance(self.logit_bias, Mapping), "logit_bias", rule)
-        need(all(isinstance(k, Integral) and _is(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
+        need(all(_is(Integral, k) and _is(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             need(isinstance(value, Sequence | set | frozenset) or (value is None and name == "allowed_token_ids"), name, "a list")
