@@ -70,10 +70,11 @@ class LLM:
         if len(many) != len(token_lists):
             raise RequestError(f"{len(many)} sampling parameters for {len(token_lists)} prompts", param="params")
         requests = []
-        for ids, chosen in zip(token_lists, many, strict=True):
+        for number, (ids, chosen) in enumerate(zip(token_lists, many, strict=True)):
+            share = f"generate.{number}" if chosen.n > 1 else None
             for i in range(chosen.n):
                 seed = None if chosen.seed is None else (chosen.seed + i + 2**63) % 2**64 - 2**63
-                requests.append(Request(ids, replace(chosen, n=1, seed=seed)))
+                requests.append(Request(ids, replace(chosen, n=1, seed=seed), share=share))
         engine = self.engine
         sequences = [engine.prepare(request) for request in requests]  # all of them are checked before the first one runs
         results = {sequence.id: _Collected(sequence) for sequence in sequences}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 
 from forebay.cache.manager import CacheManager
 from forebay.engine.batcher import Batcher, Row
@@ -144,16 +145,40 @@ class Scheduler:
                 kept.append(sequence)
         return [s for s in kept if s in self.running]
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Release a running sequence; it goes on later with the same tokens."""
+    def keep(self, sequence: Sequence) -> bool:
+        """Save what `sequence`, which is running, could go on with elsewhere (`sequence.saved`), unless it could not be put back.
+
+        Can be put back: no private blocks (they are lost), no hit that would not be adopted, and no unfinished replay, whose window
+        is half of another owner's and whose own blocks would be taken for its unfinished one.
+        """
         cache, plan = sequence.cache, sequence.cache.plan
         assert plan is not None
         contents = self.manager.contents(cache)
-        # Saved is what can be put back as it was: no private blocks (they are lost), no hit that would not be adopted, and no unfinished
-        # replay, whose window is half of another owner's and whose own blocks would be taken for its unfinished one.
         adopted = not contents or len(contents) >= self.manager.index.least_hit
-        if all(contents) and adopted and sequence.computed > plan.resume:
-            self._save(sequence, contents)
+        if not (all(contents) and adopted and sequence.computed > plan.resume):
+            return False
+        self._save(sequence, contents)
+        return True
+
+    def fork(self, leader: Sequence) -> None:
+        """Give the followers of a sequence that has just computed its prompt what it has; they run on their own from here."""
+        followers, leader.followers = leader.followers, []
+        if not followers:
+            return
+        shared = self.keep(leader)
+        for follower in followers:
+            follower.leader = None
+            follower.saved = leader.saved
+            # Without the copy it computes the prompt again, and must do so just as the leader did.
+            follower.resumed_at = leader.resumed_at
+            follower.tiers = TierCounts(hbm=leader.prompt_tokens, window="hbm") if shared else replace(leader.tiers or TierCounts())
+            follower.times.scheduled = self._clock()
+            follower.prompt_logprobs = list(leader.prompt_logprobs)
+        leader.saved = None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Release a running sequence; it goes on later with the same tokens."""
+        self.keep(sequence)
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
         sequence.preemptions += 1

@@ -35,6 +35,7 @@ class Sequence:
         prompt_tokens: length of the original prompt; decoder replay is anchored at its end, also after a preemption.
         computed: positions below it have their final KV; `plan.start` right after a resume with replay.
         limit: most output tokens.
+        followers: choices of the same prompt that wait for this one's prefill; `leader` is the one that a choice waits for.
         resumed_at: where the first admission resumed; a recompute after preemption may not use a longer hit, or the text would change.
     """
 
@@ -60,6 +61,8 @@ class Sequence:
         self.computed = 0
         self.resumed_at: int | None = None
         self.saved: SavedWindow | None = None
+        self.followers: list[Sequence] = []
+        self.leader: Sequence | None = None
         self.tiers: TierCounts | None = None
         self.times = Times(arrived=request.arrived)
         self.preemptions = 0

@@ -138,6 +138,7 @@ class Request:
     """One choice to generate. `n` choices are `n` requests that share `prompt_ids`.
 
     `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is the chat encoding when there is one.
+    Requests with the same `share` are choices of one prompt: those that arrive before the first has its first token share its prefill.
     """
 
     prompt_ids: Sequence[int]
@@ -147,6 +148,7 @@ class Request:
     prefill: PrefillMode | None = None
     salt: str = ""
     priority: int = 0
+    share: str | None = None
     arrived: float = field(default_factory=time.monotonic)
 
 

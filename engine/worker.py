@@ -83,6 +83,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._inbox: list[Sequence] = []
         self._aborts: list[str] = []
+        self._leaders: dict[str, Sequence] = {}
         self._closed: ForebayError | None = None
         self._ending: ForebayError | None = None
         self._lock = threading.Lock()
@@ -249,7 +250,7 @@ class Engine:
             for sequence in arrived:
                 self._sequences[sequence.id] = sequence
         for sequence in arrived:
-            self.scheduler.add(sequence)
+            self._add(sequence)
         for request_id in aborts:
             if (known := self._sequences.get(request_id)) is not None:
                 self.metrics.aborted()
@@ -259,6 +260,32 @@ class Engine:
         for sequence in list(self._sequences.values()):
             if ending is not None or sequence.times.scheduled is None:
                 events.append(self._end(sequence, "error", self._flush(sequence, "error"), error=ending or refuse))
+
+    def _add(self, sequence: Sequence) -> None:
+        """Queue a sequence, or let it wait for the prefill of another choice of its prompt."""
+        share = sequence.request.share
+        if share is None:
+            self.scheduler.add(sequence)
+            return
+        leader = self._leaders.setdefault(share, sequence)
+        if leader is sequence:
+            self.scheduler.add(sequence)
+        else:
+            sequence.leader = leader
+            leader.followers.append(sequence)
+
+    def _unlink(self, sequence: Sequence) -> None:
+        """A choice ends: whoever waits for its prefill goes on without it."""
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader = None
+        followers, sequence.followers = sequence.followers, []
+        share = sequence.request.share
+        if share is not None and self._leaders.get(share) is sequence:
+            del self._leaders[share]
+        for follower in followers:
+            follower.leader = None
+            self._add(follower)
 
     def _schedule(self, events: list[OutputEvent]) -> list[Row]:
         """Rows of the step; counts who started and who was preempted, ends who waited too long or cannot grow."""
@@ -289,8 +316,8 @@ class Engine:
             self.manager.commit(sequence.cache, sequence.tokens, row.stop)
             if hidden is not None and not self._score_prompt(row, hidden):
                 broken.add(sequence.id)
-        due = [row.sequence for row in rows if row.wants_logits]
-        found = self._sample(logits, due)
+        due, places = self._due(rows, broken)
+        found = self._sample(logits if len(places) == logits.shape[0] else logits[places], due)
         now = time.monotonic()
         gaps = []
         for sequence, choice in zip(due, found, strict=True):
@@ -304,14 +331,34 @@ class Engine:
             else:
                 gaps.append(now - (times.last_token or now))
             times.last_token = now
-            events.append(self._accept(sequence, *choice))
+            event = self._accept(sequence, *choice)
+            events.append(event)
+            if sequence.cache.plan is None and event.finish_reason is None:
+                self.scheduler.add(sequence)  # a follower, which has its own place to find
         self.metrics.inter_token(gaps)
-        for row in rows:
-            if row.sequence.id in broken:
+        for sequence in dict.fromkeys([row.sequence for row in rows] + due):
+            if sequence.id in broken:
                 failure = EngineError("the model produced numbers that are not finite for this request", code="nonfinite_logits")
                 self.metrics.error("nonfinite_logits")
-                deltas = self._flush(row.sequence, "error")
-                events.append(self._end(row.sequence, "error", deltas, error=failure, keep=False))
+                deltas = self._flush(sequence, "error")
+                events.append(self._end(sequence, "error", deltas, error=failure, keep=False))
+
+    def _due(self, rows: list[Row], broken: set[str]) -> tuple[list[Sequence], list[int]]:
+        """Sequences that get a token in this step, and the row of logits of each. Followers take their leader's and leave it."""
+        due: list[Sequence] = []
+        places: list[int] = []
+        for place, leader in enumerate(row.sequence for row in rows if row.wants_logits):
+            followers = list(leader.followers)
+            if leader.request.share is not None:
+                self._leaders.pop(leader.request.share, None)
+                self.scheduler.fork(leader)
+            due += [leader, *followers]
+            places += [place] * (1 + len(followers))
+            if leader.id in broken:
+                broken.update(follower.id for follower in followers)
+            for follower in followers:
+                self.metrics.request_started(time.monotonic() - follower.request.arrived)
+        return due, places
 
     def _sample(self, logits: Tensor, due: list[Sequence]) -> list[tuple[int, TokenLogprob | None] | None]:
         """Token and log-probability of every sequence, None where its logits are not finite: it fails alone."""
@@ -371,6 +418,7 @@ class Engine:
         """Take a sequence out of the engine and describe its end."""
         if not keep:
             self.manager.release(sequence.cache, keep=False)
+        self._unlink(sequence)
         self.scheduler.remove(sequence)
         self._sequences.pop(sequence.id, None)
         sequence.times.finished = time.monotonic()

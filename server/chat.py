@@ -158,6 +158,7 @@ class ChatRoute:
                 f"({length} in the messages, {asked} in the completion). Please reduce the length of the messages or completion."
             )
             raise HttpError(400, text, code="context_length_exceeded", param="messages")
+        share = f"choices.{next(self._numbers)}" if call.choices > 1 else None
         requests = [
             Request(
                 prompt_ids=prompt.token_ids,
@@ -168,6 +169,7 @@ class ChatRoute:
                 prefill=call.prefill,
                 salt=call.salt,
                 priority=call.fields.priority or 0,
+                share=share,
                 arrived=exchange.arrived,
             )
             for i in range(call.choices)

@@ -135,9 +135,9 @@ class ChunkWriter:
 
 
 def usage(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Usage of a request: the prompt once, outputs summed over the choices. Cached tokens are those of the first choice."""
+    """Usage of a request: the prompt once, outputs summed over the choices. Cached tokens are the choice's that computed it."""
     parts = [choice.last.usage for choice in choices if choice.last is not None and choice.last.usage is not None]
-    first = parts[0] if parts else Usage(len(prompt.token_ids), 0, 0, 0)
+    first = min(parts, key=lambda part: part.cached_tokens) if parts else Usage(len(prompt.token_ids), 0, 0, 0)
     completion = sum(part.completion_tokens for part in parts)
     return {
         "prompt_tokens": first.prompt_tokens,
@@ -151,9 +151,13 @@ def usage(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def explain(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The `forebay` object: effort, where the prompt came from and how long it took, of each choice; the first one's at top level too."""
+    """The `forebay` object: effort, where the prompt came from and how long it took, of each choice.
+
+    What is at top level is that of the choice that computed the prompt.
+    """
     told = [_told(choice.last) for choice in choices if choice.last is not None]
-    answer = {"thinking": prompt.thinking, "effort": prompt.effort, **(told[0] if told else {})}
+    payer = min(told, key=lambda choice: choice["tiers"]["hbm"] + choice["tiers"]["ssd"]) if told else {}
+    answer = {"thinking": prompt.thinking, "effort": prompt.effort, **payer}
     return {**answer, "choices": told} if len(told) > 1 else answer
 
 

@@ -80,6 +80,7 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert not engine._sequences
+    assert not engine._leaders
     engine.manager.check([])
     stats = engine.manager.stats()
     assert stats.used == 0
