@@ -37,7 +37,7 @@ bench: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Forebay needs Python 3.11 or newer, %s is %s: set PYTHON=..." % (sys.executable, sys.version.split()[0]))'
-	@echo "Installing Forebay and torch into $(VENV) (a minute or more, 1 GB)"
+	@echo "Installing Forebay and torch into $(VENV) (minutes; 1 GB, or 5 GB where torch comes with CUDA)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install $(TORCH)
 	@$(PIP) install -e .

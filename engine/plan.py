@@ -15,6 +15,7 @@ from forebay.model.names import TensorSpec, bytes_by_part, expected_tensors, opt
 from forebay.model.source import resolve
 
 TABLES = "engram tables"  # the part that stays mapped: a token touches a few rows of it
+UNUSED = ("drafter", "vision")  # parts a checkpoint may hold and this engine does not load yet
 
 SYNTHETIC_NOTES = (
     "a synthetic model has no vision tower",
@@ -47,7 +48,7 @@ class Plan:
 
     Attributes:
         parts: stored bytes of each part of the network.
-        weights: bytes that must be in memory: all parts but the Engram tables.
+        weights: bytes that must be in memory: all parts but the Engram tables and what is not used yet.
         tables: bytes of the Engram tables, mapped from disk; only the rows a token needs are read.
         bytes_per_token: global KV of one token.
         bytes_per_sequence: window KV and open compressor groups of one running sequence, whatever its length.
@@ -115,7 +116,7 @@ def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_byt
     parts = bytes_by_part(specs)
     layout = KVLayout.of(config)
     tables = parts.get(TABLES, 0)
-    weights = sum(parts.values()) - tables
+    weights = sum(size for part, size in parts.items() if part != TABLES and part not in UNUSED)
     machine = Machine.here(Path(source.path or cache_dir or Path.cwd()))
     memory = machine.memory_free if memory is None else memory
     per_sequence = layout.window_bytes + layout.pending_bytes

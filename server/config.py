@@ -122,7 +122,7 @@ class CacheSection(Section):
         None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1, le=1 << 40
     )
     kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1, le=1 << 50)
-    prefix_reuse: bool = setting(True, "reuse stored blocks of equal prompt prefixes")
+    prefix_reuse: bool = setting(True, "reuse cached blocks of equal beginnings; the replay of a window that it needs may change text")
 
 
 class Config(BaseSettings):

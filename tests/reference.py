@@ -20,7 +20,7 @@ from forebay.model.engram_map import class_history
 from forebay.model.network import Backbone, Layer, Streams
 from forebay.model.ops import formats
 from forebay.model.ops.hyper_connections import collapse, mix
-from forebay.model.ops.linear import Fp8Weight, PlainWeight, TileCache, bf16_linear, fp32_linear, quantised_linear
+from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, PlainWeight, TileCache, bf16_linear, fp32_linear, quantised_linear
 from forebay.model.ops.rms_norm import rms_norm
 from forebay.model.ops.rope import Turn, inverse_frequencies, rotate, turn_at
 from forebay.model.ops.sparse_attention import sparse_attention
@@ -46,14 +46,14 @@ class Memory:
         return Memory(main=kept[0], index=kept[1], raw=kept[2])
 
 
-class _Tensors:
+class Tensors:
     """The tensors of a checkpoint under a prefix."""
 
     def __init__(self, source: Weights, prefix: str = "", cache: TileCache | None = None) -> None:
         self.source, self.prefix, self.cache = source, prefix, cache or TileCache(64 << 20)
 
-    def at(self, name: str) -> _Tensors:
-        return _Tensors(self.source, f"{self.prefix}{name}.", self.cache)
+    def at(self, name: str) -> Tensors:
+        return Tensors(self.source, f"{self.prefix}{name}.", self.cache)
 
     def tensor(self, name: str) -> Tensor:
         return self.source.tensor(self.prefix + name)
@@ -64,11 +64,14 @@ class _Tensors:
     def fp8(self, name: str, rows: tuple[int, int] | None = None) -> Fp8Weight:
         return Fp8Weight(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"), self.cache, rows=rows)
 
+    def mxfp4(self, name: str) -> Mxfp4Weight:
+        return Mxfp4Weight(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"), self.cache)
+
 
 class AttentionWeights:
     """Tensors below layers.N.attn (spec §11)."""
 
-    def __init__(self, config: ModelConfig, plan: LayerPlan, load: _Tensors) -> None:
+    def __init__(self, config: ModelConfig, plan: LayerPlan, load: Tensors) -> None:
         rank, pairs = config.o_lora_rank, config.qk_rope_head_dim
         self.plan = plan
         self.wq_a, self.wq_b, self.wkv, self.wo_b = (load.fp8(name) for name in ("wq_a", "wq_b", "wkv", "wo_b"))
@@ -93,7 +96,7 @@ class ReferenceWeights:
 
     def __init__(self, backbone: Backbone, source: Weights) -> None:
         self.net, self.config, self.topology = backbone, backbone.config, backbone.topology
-        load = _Tensors(source)
+        self.tensors = load = Tensors(source)
         self.embed = load.tensor("embed.weight")
         self.attention = [AttentionWeights(self.config, p, load.at(f"layers.{p.index}.attn")) for p in self.topology.layers]
 

@@ -100,7 +100,8 @@ def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[s
             seconds.setdefault(f"prefill, {name}", []).append(_prefill_once(model, prompt))
             steps = _decode_steps(model, 16, *short)
             seconds.setdefault(f"decode step of {args.streams}, {name}", []).append(statistics.median(steps))
-        err.print(f"run {repeat + 1} of {args.repeats}", style="dim")
+        shown = ", ".join(f"{name} {values[-1] * 1000:.0f} ms" for name, values in seconds.items())
+        err.print(f"run {repeat + 1} of {args.repeats}: {shown}", style="dim", soft_wrap=True)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     step, plain = (medians[f"decode step of {args.streams}, {name}"] for name in models)
     return {
@@ -180,7 +181,7 @@ def _contexts(text: str) -> list[int]:
 
 
 def _show(figures: dict[str, Any], out: Console) -> None:
-    out.print(figures["measured"], style="bold", markup=False)
+    out.print(figures["measured"], style="bold", markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     columns = next(iter(figures["rows"].values()))

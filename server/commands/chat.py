@@ -216,6 +216,8 @@ def _command(chat: Chat, line: str, console: Console) -> bool:
     if word == "/reset":
         chat.messages.clear()
         console.print("forgotten", style="dim")
+    elif word == "/effort" and not rest.strip():
+        console.print(f"effort {'as the server has it' if chat.effort is None else chat.effort}", style="dim")
     elif word == "/effort":
         try:
             chat.effort = _effort(rest.strip())
@@ -223,6 +225,8 @@ def _command(chat: Chat, line: str, console: Console) -> bool:
         except ConfigError as error:
             console.print(error.message, style="red", markup=False)
     else:
+        if word != "/help":
+            console.print(f"there is no command {word!r}", style="red", markup=False)
         console.print(HELP, style="dim", markup=False)
     return True
 

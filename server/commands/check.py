@@ -83,7 +83,7 @@ def show(plan: Any, console: Console) -> None:
         console.print(f"It fits, with {plan.tokens:,} tokens of KV at {plan.bytes_per_token} bytes per token.", style="green")
     else:
         lacking = size(plan.short or plan.block_bytes)
-        console.print(f"It does not fit: {lacking} of memory are lacking (KV takes {plan.bytes_per_token} bytes per token).", style="red")
+        console.print(f"It does not fit: it lacks {lacking} of memory (KV takes {plan.bytes_per_token} bytes per token).", style="red")
 
 
 def _table(first: str, *others: str) -> Table:

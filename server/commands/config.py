@@ -33,9 +33,9 @@ def _range(info: FieldInfo) -> str:
     """`1 to 65535`, `above 0`, `cpu or cuda`; empty where any value goes."""
     if words := [str(word) for word in get_args(info.annotation) if isinstance(word, str)]:
         return " or ".join(words)
-    low = next((f"{m.ge:.15g}" for m in info.metadata if isinstance(m, annotated_types.Ge)), None)
-    above = next((f"above {m.gt:.15g}" for m in info.metadata if isinstance(m, annotated_types.Gt)), None)
-    high = next((f"{m.le:.15g}" for m in info.metadata if isinstance(m, annotated_types.Le)), None)
+    low = next((f"{m.ge:.16g}" for m in info.metadata if isinstance(m, annotated_types.Ge)), None)
+    above = next((f"above {m.gt:.16g}" for m in info.metadata if isinstance(m, annotated_types.Gt)), None)
+    high = next((f"{m.le:.16g}" for m in info.metadata if isinstance(m, annotated_types.Le)), None)
     if high is None:
         return above or (f"at least {low}" if low else "")
     return f"{above or low} to {high}"

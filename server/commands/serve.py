@@ -263,7 +263,7 @@ class Service:
             f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
             "Try it:",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  {own_command()} chat --url {url}",
+            f"  {own_command()} chat --url {url} --max-tokens 64",
         ]
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading
             print("\n".join(lines), flush=True)

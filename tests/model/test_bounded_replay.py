@@ -204,7 +204,7 @@ class TestBoundedPrompt:
             squares.append((exact - bounded).square().mean().item())
         assert 0.001 < (sum(squares) / 6) ** 0.5 < 0.15
 
-    @pytest.mark.parametrize("encoder_tokens", [1, 7, 64])
+    @pytest.mark.parametrize("encoder_tokens", [1, 7])
     def test_the_engine_generates_what_the_reference_does(self, golden_model: str, tiny_net: Net, encoder_tokens: int) -> None:
         """Cold, and resumed from cached blocks with one window replayed."""
         llm = LLM(golden_model, kv_tokens=512, encoder_tokens=encoder_tokens)

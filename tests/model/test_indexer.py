@@ -73,7 +73,7 @@ class History:
             plane[order] = padded.view(blocks, self.per_block, -1)
             planes.append(plane)
         none = torch.empty(0)
-        self.memory = CacheMemory(64, {0: Plane(*planes, none, none)}, none, none, none, {})
+        self.memory = CacheMemory(64, {0: Plane(planes[0], planes[1], none, none)}, none, none, none, {})
         self.table = order.tolist()
 
     def state(self, spans: Sequence[tuple[int, int]], prompt: int) -> HalfState:

@@ -97,7 +97,7 @@ def test_check_as_json_adds_up(capsys: Printed) -> None:
     assert plan["bytes_per_token"] == 890
     assert plan["tensors"] == 93_418 + 2_401
     assert sum(plan["parts"].values()) - plan["parts"]["drafter"] == 501_382_611_408
-    assert plan["weights"] + plan["tables"] == sum(plan["parts"].values())
+    assert plan["weights"] + plan["tables"] == 501_382_611_408  # the drafter is not loaded yet
     assert plan["fits"] is True
     taken = plan["weights"] + plan["work_bytes"] + 8 * plan["bytes_per_sequence"]
     left = 320 * gib - taken - plan["tokens"] * 890

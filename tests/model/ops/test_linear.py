@@ -74,6 +74,8 @@ def test_mxfp4_linear_equals_golden(components: Components) -> None:
 
 @pytest.fixture(params=[1, 2, 4])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    if request.param > 1 and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("MKL's kernels for AVX2 split the rows of a tile between threads, and then a row's place among them shows")
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
