@@ -134,10 +134,8 @@ def decoded(tiny_a: LLM, sequences: LoadSequence) -> dict[str, Decoded]:
 
 
 @pytest.fixture(scope="module")
-def decoded_alike(tiny_a: LLM, sequences: LoadSequence, same_sums: bool) -> dict[str, Decoded]:
+def decoded_alike(tiny_a: LLM, sequences: LoadSequence, lone_rows: None) -> dict[str, Decoded]:
     """With the reference's sums in decode (its prefill multiplies many rows at once, as ours does)."""
-    if not same_sums:
-        pytest.skip("this CPU adds up in another order than the machine the golden data came from")
     return decode(tiny_a, [sequences(name) for name in NAMES], reference_sums())
 
 
@@ -186,10 +184,8 @@ def forced_selection(golden: list[GoldenSequence], kind: str) -> Iterator[None]:
         Indexer.select = ours  # type: ignore[method-assign]
 
 
-def test_caches_after_decode(tiny_a: LLM, sequences: LoadSequence, same_sums: bool) -> None:
+def test_caches_after_decode(tiny_a: LLM, sequences: LoadSequence, lone_rows: None) -> None:
     """`end.*` was dumped after the decode that has the reference's defect, so its selections are forced: then all caches are equal."""
-    if not same_sums:
-        pytest.skip("this CPU adds up in another order than the machine the golden data came from")
     golden, dim = [sequences(name) for name in ("T5", "T13", "T96")], tiny_a.config.head_dim
     runs = decode(tiny_a, golden, reference_sums(), forced_selection(golden, "decode_literal"))
     exact = 0

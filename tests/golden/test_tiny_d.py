@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,11 @@ def test_features(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name:
 
 
 def test_verification_of_committed_tokens(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool) -> None:
-    """Committed tokens one by one, with the reference's sums for lone rows: the target's verdict of every cycle, bit for bit."""
+    """Committed tokens one by one, with the reference's sums for lone rows: the target's verdict of every cycle.
+
+    Bit for bit in the process that `test_lone_rows` starts.
+    """
+    exact = same_sums and os.environ.get("MKL_CBWR") == "OFF"
     runs = [cycles[name] for name in NAMES]
     tokens = [run.prompt + run.emitted[:-1] for run in runs]
     found: list[dict[int, Tensor]] = [{}, {}]
@@ -101,7 +106,7 @@ def test_verification_of_committed_tokens(tiny_d: LLM, cycles: dict[str, Cycles]
             rows = range(cycle["accepted"] + 1)
             ours = torch.stack([rows_found[cycle["p"] + 1 + k] for k in rows])
             wanted = run.tensors[f"cycle{number}.verify_logits"][: len(rows)]
-            if same_sums:
+            if exact:
                 assert difference(ours, wanted) is None, number
             noise = (ours - wanted).square().mean(1).sqrt().tolist()
             assert max(noise) <= 0.4
