@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 def show(plan: Any, console: Console) -> None:
     """Print a `forebay.engine.plan.Plan` for a person."""
-    total = plan.weights + plan.tables
+    total = sum(plan.parts.values())
+    unused = total - plan.weights - plan.tables
     console.print(plan.name if plan.name == plan.model else f"{plan.name} ({plan.model})", style="bold", markup=False)
     table = _table("weights", "size", "bytes")
     for part, count in sorted(plan.parts.items(), key=lambda item: -item[1]):
@@ -49,6 +50,8 @@ def show(plan: Any, console: Console) -> None:
     if plan.tables:
         table.add_row("  in memory", size(plan.weights), f"{plan.weights:,}")
         table.add_row("  on disk, read by row", size(plan.tables), f"{plan.tables:,}")
+    if unused:
+        table.add_row("  not used yet", size(unused), f"{unused:,}")
     console.print(table)
 
     longest = plan.max_context * plan.bytes_per_token
