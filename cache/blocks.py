@@ -94,7 +94,7 @@ class BlockPool:
                 self._free.append(block)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with 0xFF: every scale becomes NaN, so a read of something never written shows in the logits. For tests."""
+        """Fill blocks with 0xFF: every scale becomes absurd, so a read of something never written shows in the logits. For tests."""
         self.data[list(blocks)] = 0xFF
 
     def check(self) -> None:

@@ -78,7 +78,7 @@ class WindowPool:
         self._free.append(slot)
 
     def poison(self, slot: int) -> None:
-        """Fill a slot with bytes that decode to infinities or absurd values, so a read of a row never written shows in the logits. For tests."""
+        """Fill a slot with bytes that decode to infinities, so a read of a row never written shows in the logits. For tests."""
         self.data[slot] = 0xFF
         self.pending[slot] = float("nan")
 
