@@ -1,7 +1,7 @@
 # make serve   installs into .venv and serves the demo checkpoint
 # make test    lint, types, import contracts and tests; what .ci/run runs
 # make lint    the first three of those
-# make bench   the ratios of the README, measured on this machine (minutes)
+# make bench   the ratios of the README, measured on this machine (minutes; the index of the SSD store needs 7 GB of disk for a while)
 # make clean   removes what the others made
 
 PYTHON ?= python3
@@ -34,6 +34,8 @@ bench: $(VENV)/.installed
 	$(BIN)/forebay bench prefill
 	$(BIN)/forebay bench decode
 	$(BIN)/forebay bench serve --compare-sequential
+	$(BIN)/forebay bench cache
+	$(BIN)/forebay bench resume
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Forebay needs Python 3.11 or newer, %s is %s: set PYTHON=..." % (sys.executable, sys.version.split()[0]))'

@@ -44,7 +44,7 @@ class KVLayout:
     Attributes:
         block_tokens: tokens per block: the window, or the smallest multiple of it that every ratio divides.
         window: rows of one layer's sliding window (spec W).
-        layers: layers that own a window.
+        layers: layers that own a window; the first `encoder_layers` of them are the encoder half.
         sources: in layer order.
         block_bytes: bytes of one block.
         entry_bytes: bytes of one entry, main KV and index key together.
@@ -56,6 +56,7 @@ class KVLayout:
     block_tokens: int
     window: int
     layers: int
+    encoder_layers: int
     head_dim: int
     index_head_dim: int
     sources: tuple[SourceLayout, ...]
@@ -88,6 +89,7 @@ class KVLayout:
             block_tokens=block_tokens,
             window=config.sliding_window,
             layers=config.num_hidden_layers,
+            encoder_layers=config.topology().cut,
             head_dim=config.head_dim,
             index_head_dim=config.index_head_dim,
             sources=tuple(sources),

@@ -4,18 +4,24 @@ One duty: every block and window slot has an owner, and a sequence is admitted w
 is ever held while waiting for more, so two half-admitted requests cannot starve each other. A running sequence that finds no room to
 grow is told so at once (`ensure` is False and changes nothing) and the scheduler preempts someone.
 
+Blocks that only the SSD store has are part of an admission too: the sequence gets memory for them, and `load` fills it block by block
+as they arrive, before anything is computed.
+
 Used by one thread, the one that runs steps. `KeyChain.extend` on a sequence that is not open yet may run elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+
+from torch import Tensor
 
 from forebay.cache.blocks import NULL_BLOCK, BlockPool, CacheBookkeepingError
 from forebay.cache.layout import KVLayout
 from forebay.cache.prefix import ImageSpan, KeyChain, PrefixIndex, root_key
-from forebay.cache.replay import ResumePlan, least_hit_blocks, plan_resume
+from forebay.cache.replay import Geometry, KnownWindow, Mode, ResumePlan, least_hit_blocks, plan_resume
 from forebay.cache.windows import NULL_SLOT, WindowPool
 
 HEADROOM_BLOCKS = 1  # admitted beyond the prompt, so that a new sequence does not preempt someone with its first tokens
@@ -31,7 +37,9 @@ class SequenceCache:
         slot: its window slot; the null slot while not open.
         plan: where it resumed; None while not open.
         committed: blocks at the head of the table that are complete and immutable, the adopted ones included.
+        loading: blocks of the table that are to come from the SSD store; empty when all are in.
         own_from: blocks before this one were adopted every time it was opened, so never computed here.
+        from_ssd: keys of its blocks that were loaded for it, whoever has cached them since.
     """
 
     chain: KeyChain
@@ -39,11 +47,51 @@ class SequenceCache:
     slot: int = NULL_SLOT
     plan: ResumePlan | None = None
     committed: int = 0
+    loading: range = range(0)
     own_from: int | None = None
+    from_ssd: set[bytes] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
         return self.plan is not None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a request accepts from the cache (`plan_resume`)."""
+
+    prefill: Mode = "bounded"
+    replay: Mode = "bounded"
+    max_lineage: int | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What other tiers have for a sequence.
+
+    Attributes:
+        start: number of the block that `lineages` begins with.
+        lineages: bounded replays behind each consecutive block that can be loaded.
+        windows: those that can be loaded.
+    """
+
+    start: int = 0
+    lineages: Sequence[int] = ()
+    windows: Sequence[KnownWindow] = ()
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A block that has just become reusable: its place in the pool, key, number in its chain, and the replays behind it."""
+
+    block: int
+    key: bytes
+    depth: int
+    lineage: int
+
+
+BOUNDED = Policy()
+NOTHING = Offer()
 
 
 @dataclass(frozen=True)
@@ -81,6 +129,7 @@ class CacheManager:
         self.fingerprint = fingerprint
         self.prefix_reuse = prefix_reuse
         self.poison = poison
+        self.geometry = Geometry(layout.window, layout.block_tokens, layout.encoder_layers, layout.layers - layout.encoder_layers)
         self.index = PrefixIndex(pool, least_hit_blocks(layout.window, layout.block_tokens))
 
     @property
@@ -100,12 +149,24 @@ class CacheManager:
         """A handle that owns nothing yet. Sequences share prefixes only within one `salt`."""
         return SequenceCache(KeyChain(root_key(self.fingerprint, self.layout.identity, salt), self.layout.block_tokens, images))
 
-    def open(self, seq: SequenceCache, tokens: Sequence[int], *, reuse: bool = True, at_most: int | None = None) -> ResumePlan | None:
+    def open(
+        self,
+        seq: SequenceCache,
+        tokens: Sequence[int],
+        *,
+        prompt_tokens: int | None = None,
+        reuse: bool = True,
+        at_most: int | None = None,
+        policy: Policy = BOUNDED,
+        offer: Offer = NOTHING,
+    ) -> ResumePlan | None:
         """Admit a sequence whose known tokens are `tokens` (the prompt; after a preemption also what was generated).
 
         Takes a window slot, the cached prefix if `reuse` (no more than `at_most` tokens of it), and blocks for all of `tokens` plus one,
         in one step. Returns where to resume, or None when there is no room now: then nothing has changed and the caller tries again
         later. Whatever `never_fits(len(tokens))` refuses would stay None for ever.
+
+        Blocks of the plan that are only on offer are in `seq.loading`: `load` them, in order, before the first step.
         """
         if seq.is_open:
             raise CacheBookkeepingError("the sequence is open already")
@@ -113,31 +174,94 @@ class CacheManager:
             raise CacheBookkeepingError("a sequence needs at least one token")
         size = self.layout.block_tokens
         hit: list[int] = []
+        lineages: list[int] = []
         wanted = 0
         if self.prefix_reuse:
             seq.chain.extend(tokens)
             if reuse:
                 wanted = (len(tokens) - 1 if at_most is None else min(len(tokens) - 1, at_most)) // size
-                hit = self.index.match(seq.chain.keys[:wanted])
-        plan = plan_resume(len(tokens), len(hit) * size, self.layout.window, size)
-        hit = hit[: plan.resume // size]
+                hit = self.index.match(seq.chain.keys[:wanted], policy.max_lineage)
+                lineages = [self.index.lineage(block) for block in hit]
+                if offer.start <= len(hit):
+                    offered = offer.lineages[len(hit) - offer.start : wanted - offer.start]
+                    lineages += takewhile(lambda lineage: policy.max_lineage is None or lineage <= policy.max_lineage, offered)
+        plan = plan_resume(
+            prompt_tokens or len(tokens),
+            len(lineages) * size,
+            self.geometry,
+            windows=[w for w in offer.windows if policy.max_lineage is None or w.lineage <= policy.max_lineage],
+            prefill=policy.prefill,
+            replay=policy.replay,
+            lineages=lineages,
+        )
+        resumed = plan.resume // size
+        hit = hit[:resumed]
+        if not self._take_room(seq, tokens, hit):
+            return None
+        seq.loading = range(len(hit), resumed)
+        seq.own_from = resumed if seq.own_from is None else min(seq.own_from, resumed)
+        seq.plan = plan
+        self.index.count(len(hit), max(0, wanted - len(hit)))
+        return plan
+
+    def reopen(self, seq: SequenceCache, tokens: Sequence[int], contents: Sequence[int], plan: ResumePlan) -> bool | None:
+        """Admit a preempted sequence with the very blocks it had: `contents` tells what they held, `plan` where it once resumed.
+
+        Returns True, None when there is no room now, or False when the cache holds these contents no more; then nothing has changed.
+        """
+        if seq.is_open:
+            raise CacheBookkeepingError("the sequence is open already")
+        seq.chain.extend(tokens)
+        hit = self.index.match(seq.chain.keys[: len(contents)])
+        if [self.index.serial(block) for block in hit] != list(contents):
+            return False
+        if not self._take_room(seq, tokens, hit):
+            return None
+        seq.loading = range(0)
+        seq.own_from = len(hit) if seq.own_from is None else min(seq.own_from, len(hit))
+        seq.plan = plan
+        return True
+
+    def _take_room(self, seq: SequenceCache, tokens: Sequence[int], hit: Sequence[int]) -> bool:
+        """Adopt `hit` and take a slot and blocks for the rest of `tokens` plus one; False, and nothing changes, when there is no room."""
         blocks = self.layout.blocks_for(len(tokens))
         # A prompt that fills the pool alone must still be admitted, without headroom.
         fresh = min(blocks + HEADROOM_BLOCKS, max(blocks, self.pool.total)) - len(hit)
         # The hit's own idle blocks stop being evictable the moment it is adopted, so they cannot be promised twice.
         idle = sum(self.index.is_idle(block) for block in hit)
         if not self.windows.free or fresh > self.available_blocks() - idle:
-            return None
+            return False
         self.index.acquire(hit)
-        seq.table = hit + self._take(fresh)
+        seq.table = list(hit) + self._take(fresh)
         seq.slot = self.windows.allocate()
         if self.poison:
             self.windows.poison(seq.slot)
         seq.committed = len(hit)
-        seq.own_from = len(hit) if seq.own_from is None else min(seq.own_from, len(hit))
-        seq.plan = plan
-        self.index.count(len(hit), wanted - len(hit))
-        return plan
+        return True
+
+    def load(self, seq: SequenceCache, blocks: Iterable[tuple[int, Tensor, int]]) -> None:
+        """Fill the next blocks of `seq.loading`: (number in the table, bytes [block_bytes] uint8 on the host, lineage), in order.
+
+        They are cached like computed ones. A block that somebody else has cached meanwhile is shared instead.
+        """
+        self._need_open(seq)
+        keys = seq.chain.keys
+        for number, data, lineage in blocks:
+            if number != seq.loading.start:
+                raise CacheBookkeepingError(f"block {number} was loaded, the next one is {seq.loading.start}")
+            seq.loading = range(number + 1, seq.loading.stop)
+            seq.from_ssd.add(keys[number])
+            known = self.index.find(keys[number])
+            if known is not None and self.index.lineage(known) <= lineage:
+                self.index.acquire((known,))
+                self.pool.release((seq.table[number],))
+                seq.table[number] = known
+            else:
+                self.pool.data[seq.table[number]].copy_(data)
+                parent = keys[number - 1] if number else None
+                if parent is None or parent in self.index:  # else the cache was cleared meanwhile, and the block stays private
+                    self.index.insert(keys[number], parent, seq.table[number], lineage)
+            seq.committed = number + 1
 
     def ensure(self, seq: SequenceCache, upto: int) -> bool:
         """Make the table reach `upto` tokens, evicting cached blocks if needed; False when there is no room, and nothing has changed."""
@@ -158,18 +282,21 @@ class CacheManager:
         """What the committed blocks hold, a number each: the same number later means the very same bytes. 0 for a private block."""
         return tuple(self.index.serial(block) for block in seq.table[: seq.committed])
 
-    def commit(self, seq: SequenceCache, tokens: Sequence[int], upto: int) -> list[int]:
+    def commit(self, seq: SequenceCache, tokens: Sequence[int], upto: int) -> list[Committed]:
         """Declare the entries of all positions below `upto` written and final; full blocks among them become reusable.
 
-        `tokens` is the whole history, at least `upto` long. Returns the blocks cached by this call. A block whose key is
-        cached already stays private: the sequence keeps reading its own bytes, so its output does not depend on who came first.
+        `tokens` is the whole history, at least `upto` long. Returns the blocks cached by this call. A block whose key is cached already
+        stays private, unless it has fewer replays behind it: the sequence keeps reading its own bytes, so its output does not depend on
+        who came first.
         """
         self._need_open(seq)
         size = self.layout.block_tokens
         if upto > len(tokens) or upto > len(seq.table) * size:
             raise CacheBookkeepingError(f"commit of {upto} tokens exceeds the {len(tokens)} known or the {len(seq.table)} blocks held")
+        if seq.loading:
+            raise CacheBookkeepingError(f"blocks {seq.loading} are still to be loaded")
         full = upto // size
-        cached: list[int] = []
+        cached: list[Committed] = []
         if full > seq.committed:
             if self.prefix_reuse:
                 seq.chain.extend(tokens, upto)
@@ -196,6 +323,7 @@ class CacheManager:
         seq.slot = NULL_SLOT
         seq.plan = None
         seq.committed = 0
+        seq.loading = range(0)
 
     def clear(self) -> None:
         """Forget every cached prefix. Running sequences keep their blocks."""
@@ -246,17 +374,18 @@ class CacheManager:
             self.pool.poison(blocks)
         return blocks
 
-    def _register(self, seq: SequenceCache, full: int) -> list[int]:
+    def _register(self, seq: SequenceCache, full: int) -> list[Committed]:
         """Cache blocks [committed, full) of the table, and again any before them whose cached twin was evicted meanwhile."""
-        keys = seq.chain.keys
+        assert seq.plan is not None
+        keys, lineage = seq.chain.keys, seq.plan.lineage
         first = seq.committed
         while first and keys[first - 1] not in self.index:
             first -= 1
         cached = []
         for i in range(first, full):
-            if keys[i] not in self.index:
-                self.index.insert(keys[i], keys[i - 1] if i else None, seq.table[i])
-                cached.append(seq.table[i])
+            block = seq.table[i]
+            if not self.index.holds(block) and self.index.insert(keys[i], keys[i - 1] if i else None, block, lineage) == block:
+                cached.append(Committed(block, keys[i], i, lineage))
         return cached
 
     def _need_open(self, seq: SequenceCache) -> None:

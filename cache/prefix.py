@@ -74,14 +74,16 @@ class KeyChain:
 class _Node:
     """A cached block. `active` counts why it must stay: sequences use it (counted once), and children that must stay.
 
-    `serial` is never given twice: it names these bytes, where `key` only names what they stand for.
+    `serial` is never given twice: it names these bytes, where `key` only names what they stand for. `lineage` counts the bounded replays
+    behind them.
     """
 
-    __slots__ = ("active", "block", "children", "key", "parent", "serial")
+    __slots__ = ("active", "block", "children", "key", "lineage", "parent", "serial")
 
-    def __init__(self, key: bytes, block: int, parent: _Node | None, serial: int) -> None:
+    def __init__(self, key: bytes, block: int, parent: _Node | None, serial: int, lineage: int) -> None:
         self.key = key
         self.serial = serial
+        self.lineage = lineage
         self.block = block
         self.parent = parent
         self.children = 0
@@ -135,12 +137,25 @@ class PrefixIndex:
         node = self._by_block.get(block)
         return node.serial if node is not None else 0
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached chain that `keys` starts with. Changes nothing; `acquire` what is used."""
+    def lineage(self, block: int) -> int:
+        """Bounded replays behind a cached block; 0 if it is not cached."""
+        node = self._by_block.get(block)
+        return node.lineage if node is not None else 0
+
+    def find(self, key: bytes) -> int | None:
+        """The block cached under `key`."""
+        node = self._by_key.get(key)
+        return node.block if node is not None else None
+
+    def match(self, keys: Sequence[bytes], max_lineage: int | None = None) -> list[int]:
+        """Blocks of the longest cached chain that `keys` starts with, up to the first with more than `max_lineage` replays behind it.
+
+        Changes nothing; `acquire` what is used.
+        """
         blocks = []
         for key in keys:
             node = self._by_key.get(key)
-            if node is None:
+            if node is None or (max_lineage is not None and node.lineage > max_lineage):
                 break
             blocks.append(node.block)
         return blocks
@@ -166,17 +181,20 @@ class PrefixIndex:
             if node is not None and self.pool.references(block) == 1:
                 self._deactivate(node)
 
-    def insert(self, key: bytes, parent: bytes | None, block: int) -> int:
+    def insert(self, key: bytes, parent: bytes | None, block: int, lineage: int = 0) -> int:
         """Cache `block`, which the caller references, under `key`; `parent` is the previous block's key, None for the first block.
 
         Returns:
-            The block that `key` names from now on: `block`, or the first one cached under this key, which stays.
+            The block that `key` names from now on: `block`, or the one cached under this key already. That one stays unless it has more
+            replays behind it than `block`; then it leaves the cache, and whoever uses it keeps it as a private block.
 
         Raises:
             CacheBookkeepingError: the parent is not cached, or the block is free or cached under another key.
         """
         known = self._by_key.get(key)
         if known is not None:
+            if lineage < known.lineage and block not in self._by_block:
+                self._replace(known, block, lineage)
             return known.block
         above = None
         if parent is not None:
@@ -187,7 +205,7 @@ class PrefixIndex:
             raise CacheBookkeepingError(f"block {block} is already cached under another key")
         self.pool.retain((block,))
         self._serials += 1
-        node = self._by_key[key] = self._by_block[block] = _Node(key, block, above, self._serials)
+        node = self._by_key[key] = self._by_block[block] = _Node(key, block, above, self._serials, lineage)
         if above is not None:
             above.children += 1
         self._activate(node)
@@ -254,6 +272,18 @@ class PrefixIndex:
             need((node.block in places) == (node.active == 0), f"block {node.block} is evictable with {node.active} uses, or not without")
             if node.block in places and node.parent is not None and node.parent.block in places:
                 need(places[node.block] < places[node.parent.block], f"block {node.parent.block} would leave before its tail {node.block}")
+
+    def _replace(self, node: _Node, block: int, lineage: int) -> None:
+        """Let a cached key name better bytes."""
+        used = self.pool.references(node.block) > 1
+        self.pool.retain((block,))
+        if not used:
+            self._activate(node)  # by the caller, who uses the new block; the old one's users hand their count over to it
+        del self._by_block[node.block]
+        self.pool.release((node.block,))
+        self._serials += 1
+        node.block, node.serial, node.lineage = block, self._serials, lineage
+        self._by_block[block] = node
 
     def _activate(self, node: _Node | None) -> None:
         while node is not None:

@@ -1,54 +1,188 @@
-"""Where a request with cached blocks resumes, as a pure function.
+"""Where a request with cached blocks resumes, as a pure function (architecture §4 and §5, spec/model.md §12).
 
-Only global KV is cached. The window KV below the resume point is rebuilt by bounded replay: exactly one window of tokens before it runs
-again through the encoder half, fused with the suffix in one row (architecture §4, spec/model.md §12.1):
+Only global KV is cached by block. What a prompt needs besides is the sliding window before the first position it computes, and that comes
+from a window somebody has (a running sequence, a snapshot in Redis), or from replay: tokens before the resume point run again and write no
+global KV. A plan is **faithful** when everything computed after it has the bits of a cold run, given that the blocks have.
 
-    row = (start = h - W, stop, write_from = h, window_from = h - W)
+With P the prompt's length, W the window, h the resume point (a block boundary) and a = P - W the position from which a bounded prefill
+runs the decoder half:
 
-Replayed rows read nothing below `window_from` and write no entry of a group that ends at or below `write_from`, so stored bytes never
-change; they do write window rows and the compressor's open group. `h` is a block boundary, which every ratio divides, so no group
-straddles it. The replay start is off a group boundary when a ratio does not divide the window: that first group is already stored and
-its missing half is never needed. Without a resume the row is (0, stop, 0, 0) and the result is exact.
+- A window at boundary s <= h makes rows from s on exact. With s <= a the decoder half finds all rows it wants among them: faithful, if
+  no more replays are behind the window than behind the blocks. That is why windows are kept at the last two boundaries: the last one
+  alone lies after `a` whenever less than a window is new.
+- With s > a the encoder outputs of [a, s) are kept nowhere. Decoder rows stored with the window stand in for them (more exact than the
+  cold run's own, so not equal to it); without these, [a, s) runs again on what the window reaches.
+- Bounded replay runs [h - W, h) again, reading nothing below h - W: an approximation, and always W tokens.
+- Exact replay starts early enough that every layer's window is right: one window less a token for each layer that runs.
+- An exact prefill runs both halves over everything and takes only plans that leave it exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Origin = Literal["none", "live", "swa", "replay"]
+Mode = Literal["bounded", "exact"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a plan needs of a model: tokens of a window and of a block, layers of each half that own a window."""
+
+    window: int
+    block_tokens: int
+    encoder_layers: int
+    decoder_layers: int
+
+
+@dataclass(frozen=True)
+class KnownWindow:
+    """A window that can be loaded: rows [boundary - W, boundary) of the encoder half, and of the decoder half too unless `decoder_floor`
+    is None. The floor is where the decoder rows before it began: 0 when they are those of an exact prefill."""
+
+    boundary: int
+    origin: Literal["live", "swa"]
+    lineage: int = 0
+    decoder_floor: int | None = None
 
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Positions in tokens: the fields of the first Row, and how much of the prompt each part covers.
+    """Positions in tokens: the fields of the first Row, and where the window comes from.
 
     Attributes:
-        resume: tokens whose global KV is taken from the cache; a block boundary.
-        write_from: positions below it write no global KV.
-        window_from: positions below it are never read as window keys.
+        resume: tokens whose global KV is taken from the cache; a block boundary. Positions below it write none.
         start: first position computed.
-        replayed: tokens computed only to rebuild window KV; `start + replayed == resume`.
+        window_from, decoder_window_from: positions below are never read as window keys, by the encoder and the decoder half.
+        decoder_from: positions below do not run the decoder half.
+        origin: of the window before `start`.
+        boundary: of the window to load, None if none is.
+        with_decoder: the window's decoder rows are loaded as well.
+        faithful: the result equals a cold run's, if the adopted blocks do.
+        approximates: rows that later blocks depend on are computed from truncated windows: these blocks have one more replay behind them.
+        lineage: bounded replays behind what this sequence computes.
     """
 
     resume: int
-    write_from: int
-    window_from: int
     start: int
-    replayed: int
+    window_from: int
+    decoder_from: int
+    decoder_window_from: int
+    origin: Origin = "none"
+    boundary: int | None = None
+    with_decoder: bool = False
+    faithful: bool = True
+    approximates: bool = False
+    lineage: int = 0
+
+    @property
+    def write_from(self) -> int:
+        return self.resume
+
+    @property
+    def replayed(self) -> int:
+        """Tokens computed although their global KV was there."""
+        return self.resume - self.start
 
 
-def plan_resume(prompt_tokens: int, hit_tokens: int, window: int, block_tokens: int | None = None) -> ResumePlan:
-    """Cheapest correct resume of a prompt of `prompt_tokens` whose first `hit_tokens` are cached.
+def plan_resume(
+    prompt_tokens: int,
+    hit_tokens: int,
+    geometry: Geometry,
+    *,
+    windows: Iterable[KnownWindow] = (),
+    prefill: Mode = "bounded",
+    replay: Mode = "bounded",
+    lineages: Sequence[int] = (),
+) -> ResumePlan:
+    """The cheapest resume of a prompt of `prompt_tokens` whose first `hit_tokens` are cached.
 
-    The hit is cut to whole blocks (`block_tokens`, by default the window) and so that at least one token is computed, since the last
-    prompt token's logits are kept nowhere. A hit of one window or less is not adopted: replaying it costs as much as computing it, and
-    computing it is exact.
+    The hit is cut to whole blocks and so that at least one token is computed, since the last prompt token's logits are kept nowhere. A
+    hit of one window or less is not adopted: replaying it costs as much as computing it, and computing it is exact.
+
+    Cost is tokens computed. A faithful plan is preferred to a cheaper one as long as it costs no more than bounded replay, so that a
+    text depends on what is cached only when the window is gone. With `replay="exact"` or `prefill="exact"` only faithful plans are taken.
+
+    Args:
+        windows: those that belong to this prompt's beginning; boundaries beyond the hit are ignored.
+        lineages: of the cached blocks, one per block; missing ones count as 0.
     """
-    block = block_tokens or window
-    resume = min(hit_tokens, prompt_tokens - 1) // block * block
+    size, window = geometry.block_tokens, geometry.window
+    resume = min(hit_tokens, prompt_tokens - 1) // size * size
+    anchor = 0 if prefill == "exact" else max(0, prompt_tokens - window)
+    cold = ResumePlan(0, 0, 0, anchor, anchor)
     if resume <= window:
-        return ResumePlan(0, 0, 0, 0, 0)
-    return ResumePlan(resume, resume, resume - window, resume - window, window)
+        return cold
+    behind = max(lineages[: resume // size], default=0)
+    faithful: list[ResumePlan] = [cold]
+    others: list[ResumePlan] = []
+    for known in windows:
+        plan = _from_window(known, resume, anchor, behind, geometry, prefill)
+        if plan is not None:
+            (faithful if plan.faithful else others).append(plan)
+    faithful.append(_exact_replay(resume, anchor, behind, geometry, prefill))
+    best = min(faithful, key=_cost)
+    if prefill == "exact" or replay == "exact":
+        return best
+    start = resume - window
+    bounded = ResumePlan(resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, lineage=behind + 1)
+    return best if best.start >= bounded.start else min([bounded, *others], key=_cost)
+
+
+def wanted_boundaries(prompt_tokens: int, hit_tokens: int, geometry: Geometry, prefill: Mode = "bounded") -> list[int]:
+    """Boundaries whose window would serve such a prompt, best first; empty when nothing would be adopted."""
+    size, window = geometry.block_tokens, geometry.window
+    resume = min(hit_tokens, prompt_tokens - 1) // size * size
+    if resume <= window:
+        return []
+    last, before = resume, resume - size
+    exact_at_last = prefill == "exact" or last <= prompt_tokens - window
+    return [place for place in ((last, before) if exact_at_last else (before, last)) if place > 0]
+
+
+def kept_boundaries(prompt_tokens: int, geometry: Geometry) -> list[int]:
+    """Boundaries at which a prompt's window is kept: the last two that a repetition of it can resume at, and its end if it is one."""
+    size = geometry.block_tokens
+    last = (prompt_tokens - 1) // size * size
+    places = {last - size, last, prompt_tokens // size * size}
+    return sorted(place for place in places if place >= geometry.window and place > 0)
 
 
 def least_hit_blocks(window: int, block_tokens: int) -> int:
     """Blocks in the shortest chain `plan_resume` would adopt."""
     return window // block_tokens + 1
+
+
+def _cost(plan: ResumePlan) -> tuple[int, int]:
+    """Tokens to compute, as the negative of where that begins; among equals a window is better than a replay."""
+    return -plan.start, plan.origin == "replay"
+
+
+def _from_window(known: KnownWindow, resume: int, anchor: int, behind: int, geometry: Geometry, prefill: Mode) -> ResumePlan | None:
+    """The best plan with this window, None when it is of no use."""
+    s, floor = known.boundary, known.decoder_floor
+    if not 0 < s <= resume or s % geometry.block_tokens:
+        return None
+    low, lineage = max(0, s - geometry.window), max(behind, known.lineage)
+    if prefill == "exact":
+        exact = floor == 0 and lineage == 0
+        return ResumePlan(resume, s, low, 0, 0, known.origin, s, with_decoder=True) if exact else None
+    if s <= anchor:
+        # A window with more replays behind it than the blocks is not the one that a cold run over these blocks would have.
+        return ResumePlan(resume, s, low, anchor, anchor, known.origin, s, faithful=known.lineage <= behind, lineage=lineage)
+    if floor is not None and floor <= low:
+        return ResumePlan(resume, s, low, s, low, known.origin, s, with_decoder=True, faithful=False, lineage=lineage)
+    return ResumePlan(resume, anchor, low, anchor, anchor, known.origin, s, faithful=False, approximates=True, lineage=lineage + 1)
+
+
+def _exact_replay(resume: int, anchor: int, behind: int, geometry: Geometry, prefill: Mode) -> ResumePlan:
+    """Replay that starts so early that every row of interest is exact (spec/model.md §12.1)."""
+    reach = geometry.window - 1
+    if prefill == "exact":
+        start = max(0, resume - (geometry.encoder_layers + geometry.decoder_layers) * reach)
+        return ResumePlan(resume, start, start, start, start, "replay", lineage=behind)
+    # Rows from `anchor` on need exact encoder outputs, rows from `resume` on exact encoder windows.
+    start = max(0, min(resume, anchor) - geometry.encoder_layers * reach)
+    return ResumePlan(resume, start, start, anchor, anchor, "replay", lineage=behind)

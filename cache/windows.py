@@ -7,6 +7,7 @@ of a row may be read, so a new owner never sees the last one's rows.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from forebay.cache.blocks import CacheBookkeepingError
 from forebay.cache.layout import KVLayout
@@ -76,6 +77,19 @@ class WindowPool:
             raise CacheBookkeepingError(f"window slot {slot} is not allocated and cannot be released")
         self._owned[slot] = 0
         self._free.append(slot)
+
+    def copy(self, slot: int) -> Tensor:
+        """The window of a slot as it is now, [layers, window, row_bytes] u8 on the same device."""
+        return self.data[slot].clone()
+
+    def load(self, slot: int, encoder: Tensor, decoder: Tensor | None = None) -> None:
+        """Put back rows kept at a block boundary, where ring order is the order of positions; the decoder layers' only if given.
+
+        encoder: [encoder layers, window, row_bytes] u8. decoder: [decoder layers, window, row_bytes] u8.
+        """
+        self.data[slot, : encoder.shape[0]].copy_(encoder)
+        if decoder is not None:
+            self.data[slot, encoder.shape[0] :].copy_(decoder)
 
     def poison(self, slot: int) -> None:
         """Fill a slot with bytes that decode to infinities, so a read of a row never written shows in the logits. For tests."""

@@ -37,8 +37,8 @@ class Batcher:
     network, a generated one all of it.
     """
 
-    def __init__(self, window: int, encoder_tokens: int, decoder_tokens: int) -> None:
-        self.window, self.encoder_tokens, self.decoder_tokens = window, encoder_tokens, decoder_tokens
+    def __init__(self, encoder_tokens: int, decoder_tokens: int) -> None:
+        self.encoder_tokens, self.decoder_tokens = encoder_tokens, decoder_tokens
 
     def compose(self, decoding: Iterable[Sequence], prefilling: Iterable[Sequence]) -> list[Row]:
         """Rows of one step. `prefilling` is in order of urgency; all but the most urgent one are served shortest first.
@@ -68,15 +68,14 @@ class Batcher:
         """Positions [computed, stop)."""
         plan, start = sequence.cache.plan, sequence.computed
         assert plan is not None
-        anchor = 0 if sequence.mode == "exact" else max(0, sequence.prompt_tokens - self.window)
         return Row(
             sequence=sequence,
             start=start,
             stop=stop,
             write_from=max(plan.write_from, start),
             window_from=plan.window_from,
-            decoder_from=anchor,
-            decoder_window_from=anchor,
+            decoder_from=plan.decoder_from,
+            decoder_window_from=plan.decoder_window_from,
             wants_logits=stop == len(sequence.tokens),
         )
 

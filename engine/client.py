@@ -120,6 +120,7 @@ class EngineClient:
         self.engine.wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, 30.0)
+        await asyncio.to_thread(self.engine.close)
 
     def _run(self) -> None:
         """The stepping thread. However it ends, nobody is left waiting for an event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,17 +11,23 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from forebay.cache.blocks import BlockPool
+from forebay.cache.embedded import EmbeddedRedis
 from forebay.cache.layout import KVLayout
 from forebay.cache.manager import CacheManager
+from forebay.cache.snapshot import SnapshotShape
+from forebay.cache.ssd import SsdOptions, SsdStore, staging_bytes
+from forebay.cache.swa import SwaOptions, SwaPool
 from forebay.cache.windows import WindowPool
 from forebay.engine.client import EngineClient
 from forebay.engine.metrics import Metrics
 from forebay.engine.options import EngineOptions
 from forebay.engine.plan import Machine
+from forebay.engine.reservoir import Reservoir
 from forebay.engine.runner import Runner
+from forebay.engine.tiers import EMBEDDED, TierOptions, ssd_budget
 from forebay.engine.types import PrefillMode
 from forebay.engine.worker import Engine
-from forebay.model.chat import ChatCodec
+from forebay.model.chat import ENCODING_VERSION, ChatCodec
 from forebay.model.checkpoint import Weights
 from forebay.model.errors import ConfigError
 from forebay.model.network import Backbone
@@ -42,11 +49,15 @@ def build_engine(
     options: EngineOptions | None = None,
     progress: Progress | None = None,
     chat: bool = True,
+    tiers: TierOptions | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Engine:
     """An engine over opened weights. With `chat`, the tokenizer must have the tokens of the chat encoding.
 
+    `clock` tells the age of what the tiers keep, in seconds since the epoch.
+
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device is not there, or a tier cannot be opened.
     """
     options = options or EngineOptions()
     if device != "cpu" and not device.startswith("cuda"):
@@ -68,10 +79,47 @@ def build_engine(
     layout = KVLayout.of(config)
     blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings, device), device)
     windows = WindowPool(layout, config, options.max_sequences + 1, device)
-    identity = f"{weights.fingerprint}/{tokenizer.fingerprint}"
+    identity = f"{weights.fingerprint}/{tokenizer.fingerprint}/{ENCODING_VERSION}"
     manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
-    metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window)
-    return Engine(Runner(backbone, blocks, windows), manager, tokenizer, options, metrics, prefill=prefill, codec=codec)
+    tiers = tiers or TierOptions()
+    reservoir = open_tiers(manager, tiers, device, clock) if options.prefix_reuse else None
+    persistent = reservoir is not None and reservoir.store is not None
+    metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window, ssd=persistent)
+    runner = Runner(backbone, blocks, windows)
+    return Engine(runner, manager, tokenizer, options, metrics, prefill=prefill, codec=codec, reservoir=reservoir)
+
+
+def open_tiers(manager: CacheManager, options: TierOptions, device: str, clock: Callable[[], float]) -> Reservoir | None:
+    """The SSD store and the snapshot pool of a cache, None when neither is wanted.
+
+    Raises:
+        ConfigError: the folder cannot be used, or the URL is none.
+    """
+    if options.dir is None and options.redis_url is None:
+        return None
+    layout, identity = manager.layout, f"{manager.fingerprint} {manager.layout.identity}"
+    store, pool, embedded = None, None, None
+    if options.dir is not None:
+        size = max(staging_bytes(4, layout.block_bytes), options.staging_bytes)
+        staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+        budget = ssd_budget(options.dir, options.ssd_bytes)
+        ssd = SsdOptions(options.dir, budget, options.ssd_free_bytes, options.ssd_ttl_s, queue_bytes=options.ssd_queue_bytes)
+        store = SsdStore(ssd, identity=identity, block_bytes=layout.block_bytes, staging=staging.numpy(), clock=clock)
+    try:
+        if options.redis_url is not None:
+            url = options.redis_url
+            if url == EMBEDDED:
+                embedded = EmbeddedRedis.start(options.swa_bytes)
+                url = embedded.url
+            swa = SwaOptions(url, options.redis_cluster, options.swa_ttl_s, options.redis_timeout_s)
+            pool = SwaPool(swa, identity=identity, shape=SnapshotShape.of(layout, layout.encoder_layers), clock=clock)
+    except BaseException:
+        if embedded is not None:
+            embedded.stop()
+        if store is not None:
+            store.close()
+        raise
+    return Reservoir(manager, store=store, pool=pool, embedded=embedded)
 
 
 def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int, device: str) -> int:
@@ -95,16 +143,20 @@ def build_client(
     options: EngineOptions | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    tiers: TierOptions | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> EngineClient:
     """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes.
 
-    `cache_dir` is where a demo checkpoint is built and kept; None for the user's cache folder.
+    `cache_dir` is where a demo checkpoint is built and kept; None for the user's cache folder. `tiers` and `clock` as in `build_engine`.
     """
     torch.set_num_threads(threads)
     source = resolve(model, cache_dir)
     weights = source.open(scan=True, progress=progress)
     name = model_name or source.name
-    engine = build_engine(weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress)
+    engine = build_engine(
+        weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress, tiers=tiers, clock=clock
+    )
     assert engine.codec is not None
     # A server keeps its weights and tables for ever; later collections need not walk them. The process of an `LLM` is its caller's.
     gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from numbers import Integral
@@ -16,6 +18,7 @@ from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence
+from forebay.engine.tiers import TierOptions
 from forebay.engine.types import EngineError, Output, OutputEvent, PrefillMode, Request, SamplingParams, TokenLogprob
 from forebay.engine.worker import Engine
 from forebay.model.errors import ConfigError, RequestError
@@ -31,20 +34,41 @@ class LLM:
         path: a checkpoint folder, `demo` or `synthetic:...`.
         device: `cpu` or `cuda`.
         prefill: `bounded` runs the decoder half over the last window of a prompt, `exact` over all of it.
+        tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
+        clock: seconds since the epoch, by which these keep things.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
     """
 
-    def __init__(self, path: str, device: str = "cpu", prefill: PrefillMode = "bounded", **engine_options: Any) -> None:
+    def __init__(
+        self,
+        path: str,
+        device: str = "cpu",
+        prefill: PrefillMode = "bounded",
+        *,
+        tiers: TierOptions | None = None,
+        clock: Callable[[], float] = time.time,
+        **engine_options: Any,
+    ) -> None:
         known = EngineOptions.__dataclass_fields__
         if unknown := sorted(set(engine_options) - set(known)):
             raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}", param=unknown[0])
         source = resolve(str(path))
         options = EngineOptions(**engine_options)
         self.engine: Engine = build_engine(
-            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=False
+            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=False, tiers=tiers, clock=clock
         )
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.runner.backbone.config
+
+    def close(self) -> None:
+        """Write what is queued for the tiers and stop them; the LLM is of no more use then."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -83,10 +107,10 @@ class LLM:
             for sequence in sequences:
                 # A list of prompts may be longer than the queue.
                 while engine.queued >= engine.options.max_queued_requests:
-                    engine.step()
+                    self._step()
                 engine.enqueue(sequence)
             while engine.busy:
-                engine.step()
+                self._step()
         except BaseException:
             for sequence in sequences:
                 engine.abort(sequence.id)
@@ -96,8 +120,18 @@ class LLM:
             engine.sink = lambda events: None
         return [found.output() for found in results.values()]
 
+    def _step(self) -> None:
+        """One step; when nothing can run yet, wait for what a tier is about to bring."""
+        self.engine.wake.clear()
+        if not self.engine.step().rows and self.engine.busy:
+            self.engine.wake.wait(0.005)
+
     def score(self, token_ids: SequenceOf[int]) -> Tensor:
-        """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache."""
+        """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache.
+
+        Ties of index scores are settled as the reference settles them, over the whole prompt; `generate`, whose prefixes are cached, takes
+        the lower entry.
+        """
         return torch.cat(self._exact(_ids(token_ids, "token_ids"), None))
 
     def trace(self, token_ids: SequenceOf[int]) -> dict[str, Tensor]:
@@ -137,6 +171,7 @@ class LLM:
         engine.check_ids(ids, "token_ids")
         output = OutputProcessor(self.tokenizer, (), frozenset(), parser=None)
         sequence = Sequence(request, engine.manager.sequence(), SamplingState(params, ids, 0), output, "exact", 1, 0)
+        sequence.tie_tokens = len(ids)
         plan = engine.manager.open(sequence.cache, ids, reuse=False)
         if plan is None:
             raise EngineError("no room in the block pool for this sequence")

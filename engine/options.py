@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.engine.types import ReplayMode
 from forebay.model.errors import ConfigError
 
 DEFAULT_WEIGHT_CACHE = 512 << 20
@@ -23,6 +24,9 @@ class EngineOptions:
         aging_s: seconds of waiting that outweigh one unit of priority; 0 switches aging off.
         kv_tokens: tokens of global KV in the block pool; None to choose from the context limit and the memory there is.
         prefix_reuse: reuse cached blocks of earlier requests.
+        replay: how a window that nobody has is rebuilt: `bounded` computes one window before the resume point again, an approximation;
+            `exact` as many windows as there are layers, so that the result equals a cold run's.
+        max_lineage: cached blocks with more bounded replays behind them are not used; None for no limit, or 0 with an exact replay.
         weight_cache_bytes: bytes of widened weights kept for the CPU reference.
         batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
@@ -38,6 +42,8 @@ class EngineOptions:
     aging_s: float = 10.0
     kv_tokens: int | None = None
     prefix_reuse: bool = True
+    replay: ReplayMode = "bounded"
+    max_lineage: int | None = None
     weight_cache_bytes: int = DEFAULT_WEIGHT_CACHE
     batch_invariant: bool = True
     default_effort: int | str = "high"
@@ -46,7 +52,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, spec in self.__dataclass_fields__.items():
             value, kind = getattr(self, name), str(spec.type)
-            if name == "default_effort" or (value is None and "None" in kind):
+            if name in ("default_effort", "replay") or (value is None and "None" in kind):
                 continue
             allowed: tuple[type, ...] = (bool,) if kind == "bool" else (int, float) if kind == "float" else (int,)
             if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
@@ -58,6 +64,10 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
+        if self.replay not in ("bounded", "exact"):
+            raise ConfigError(f"replay must be 'bounded' or 'exact', got {self.replay!r}", param="replay")
+        if self.max_lineage is not None and self.max_lineage < 0:
+            raise ConfigError(f"max_lineage must not be negative, got {self.max_lineage}", param="max_lineage")
         for name in ("max_queue_wait_s", "aging_s", "weight_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", param=name)

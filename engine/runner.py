@@ -12,7 +12,7 @@ from forebay.cache.blocks import BlockPool
 from forebay.cache.windows import WindowPool
 from forebay.engine.batcher import Row
 from forebay.engine.sequence import SavedWindow, Sequence
-from forebay.model.batch import CacheMemory, ForwardBatch, Span
+from forebay.model.batch import CacheMemory, ForwardBatch, Span, WindowCapture
 from forebay.model.network import Backbone
 
 
@@ -79,9 +79,10 @@ class Runner:
                 window_from=row.window_from,
                 decoder_from=row.decoder_from,
                 decoder_window_from=row.decoder_window_from,
-                prompt_tokens=row.sequence.prompt_tokens,
+                tie_tokens=row.sequence.tie_tokens,
                 slot=row.sequence.cache.slot,
                 blocks=row.sequence.cache.table,
+                captures=self._captures(row),
             )
             for row in rows
         ]
@@ -94,9 +95,21 @@ class Runner:
             record=record,
         )
 
+    def _captures(self, row: Row) -> list[WindowCapture]:
+        """Copies of the row's window at the boundaries it passes where its sequence wants one; `Sequence.copies` has them from now on."""
+        sequence, dim = row.sequence, self.backbone.config.head_dim
+        found = []
+        for boundary in sequence.copy_at:
+            if row.start < boundary <= row.stop:
+                data = sequence.copies[boundary] = self.windows.copy(sequence.cache.slot)
+                whole = row.decoder_from <= boundary - self.layout.window
+                found.append(WindowCapture(boundary, data[..., :dim], data[..., dim:], whole))
+        return found
+
     def save(self, sequence: Sequence, contents: tuple[int, ...]) -> None:
         """Copy to host what a preempted sequence would lose with its slot and its unfinished block; `contents` is what it leaves cached."""
-        slot, table = sequence.cache.slot, sequence.cache.table
+        slot, table, plan = sequence.cache.slot, sequence.cache.table, sequence.cache.plan
+        assert plan is not None
         full, rest = divmod(sequence.computed, self.layout.block_tokens)
         sequence.saved = SavedWindow(
             codes=self.windows.codes[slot].to("cpu", copy=True),
@@ -105,6 +118,7 @@ class Runner:
             block=self.blocks.data[table[full]].to("cpu", copy=True) if rest else None,
             computed=sequence.computed,
             contents=contents,
+            plan=plan,
         )
 
     def restore(self, sequence: Sequence) -> None:

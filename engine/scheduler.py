@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from forebay.cache.manager import CacheManager
+import numpy as np
+import torch
+
+from forebay.cache.manager import NOTHING, CacheManager
+from forebay.cache.replay import KnownWindow, kept_boundaries
+from forebay.cache.restore import Restorer
+from forebay.cache.snapshot import Snapshot
 from forebay.engine.batcher import Batcher, Row
 from forebay.engine.options import EngineOptions
 from forebay.engine.sequence import Sequence
@@ -19,11 +25,13 @@ class Scheduler:
 
     Order is by priority (lower first), lowered by one for every `aging_s` seconds since arrival, then by arrival. Admission is strict in
     that order: a request that does not fit yet is not overtaken, so it cannot starve. Every admitted sequence holds all of its prompt's
-    blocks, so admitted sequences never wait for each other's.
+    blocks, so admitted sequences never wait for each other's. Only one whose tiers have not said yet what they have is overtaken: it
+    takes no room, and they are given little time.
 
     Attributes:
         waiting: in order; preempted sequences among them.
-        running: those that own a window and blocks.
+        running: those that own a window and blocks, the ones that still wait for blocks from the SSD store included.
+        live: windows of running sequences at block boundaries, by the key of the block before.
     """
 
     def __init__(
@@ -35,10 +43,17 @@ class Scheduler:
         save: Callable[[Sequence, tuple[int, ...]], None],
         restore: Callable[[Sequence], None],
         clock: Callable[[], float] = time.monotonic,
+        restorer: Restorer | None = None,
+        live: Mapping[bytes, Snapshot] | None = None,
     ) -> None:
-        """`save` keeps a sequence's window, and what its cached blocks held, before a preemption; `restore` puts it back."""
+        """`save` keeps a sequence's window, and what its cached blocks held, before a preemption; `restore` puts it back.
+
+        `restorer` finds what tiers beyond the device have; None when there are none. `live` is filled by whoever copies windows.
+        """
         self.manager, self.batcher, self.options = manager, batcher, options
         self._save, self._restore, self._clock = save, restore, clock
+        self.restorer = restorer
+        self.live = live if live is not None else {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.started: list[Sequence] = []
@@ -47,7 +62,10 @@ class Scheduler:
         self.expired: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, whose blocks the outer tiers look for meanwhile."""
         insort(self.waiting, sequence, key=self.rank)
+        if sequence.saved is None and sequence.restore is None:
+            self.look_for(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give back what it owns."""
@@ -55,6 +73,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._forget(sequence)
         self.manager.release(sequence.cache)
         sequence.saved = None
 
@@ -71,9 +90,11 @@ class Scheduler:
         """
         self.started, self.preempted, self.too_long, self.expired = [], [], [], []
         self._expire()
+        self._receive()
         self._admit()
+        self._receive()
         decoding = self._grow([s for s in self.running if s.decoding])
-        prefilling = sorted((s for s in self.running if not s.decoding), key=self.rank)
+        prefilling = sorted((s for s in self.running if not s.decoding and not s.restoring), key=self.rank)
         return self.batcher.compose(decoding, prefilling)
 
     def _expire(self) -> None:
@@ -87,44 +108,176 @@ class Scheduler:
             self.remove(sequence)
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.options.max_sequences:
-            if not self._open(self.waiting[0]):
+        place = 0
+        while place < len(self.waiting) and len(self.running) < self.options.max_sequences:
+            sequence = self.waiting[place]
+            if sequence.saved is None and sequence.restore is not None and not sequence.restore.ready:
+                place += 1
+                continue
+            if not self._open(sequence):
                 return
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(place))
 
     def _open(self, sequence: Sequence) -> bool:
         """Admit one sequence, from scratch, with a prefix hit, or where it was preempted."""
-        # Bounded replay is an approximation; exact mode and prompt scoring compute everything themselves.
-        reuse = sequence.mode == "bounded" and not sequence.scores_prompt
         saved = sequence.saved
         if saved is not None:
-            plan = self.manager.open(sequence.cache, sequence.tokens, at_most=saved.computed)
-            if plan is None:
+            reopened = self.manager.reopen(sequence.cache, sequence.tokens, saved.contents, saved.plan)
+            if reopened is None:
                 return False
-            if self.manager.contents(sequence.cache) == saved.contents:
+            if reopened:
                 self._restore(sequence)
                 sequence.computed, sequence.saved = saved.computed, None
+                self._choose_copies(sequence)
                 return True
             # Some of its blocks were evicted, or are another sequence's by now, computed in another way. Compute again just as the first
             # time, so that the text stays the same.
-            self.manager.release(sequence.cache)
             sequence.saved = None
-        at_most = sequence.resumed_at
-        plan = self.manager.open(sequence.cache, sequence.tokens, reuse=reuse and at_most != 0, at_most=at_most)
+            self.look_for(sequence)
+            if sequence.restore is not None and not sequence.restore.ready:
+                return False
+        restore, first = sequence.restore, sequence.first_plan
+        if restore is not None and restore.outdated(len(self.manager.index.match(sequence.cache.chain.keys[: restore.start]))):
+            self.look_for(sequence)  # blocks it counted on have left the device; the store may have them
+            return False
+        offer = restore.offer(self._live_windows(sequence)) if restore is not None else NOTHING
+        policy = sequence.policy
+        if first is not None:
+            # Nor may blocks with more replays behind them than the first time take their place.
+            policy = replace(policy, replay="exact" if first.faithful else policy.replay, max_lineage=first.lineage - first.approximates)
+            if first.origin == "replay" and not first.faithful:
+                offer = replace(offer, windows=())
+        plan = self.manager.open(
+            sequence.cache,
+            sequence.tokens,
+            prompt_tokens=sequence.prompt_tokens,
+            reuse=self._reuses(sequence),
+            at_most=first.resume if first is not None else None,
+            policy=policy,
+            offer=offer,
+        )
         if plan is None:
             return False
+        if plan.boundary is not None:
+            self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)
         sequence.computed = plan.start
-        if sequence.resumed_at is None:
-            sequence.resumed_at = plan.resume
-            sequence.tiers = TierCounts(
-                hbm=plan.resume,
-                compute=sequence.prompt_tokens - plan.resume,
-                window="replay" if plan.resume else "none",
-                replayed=plan.replayed,
-            )
-            sequence.times.scheduled = self._clock()
-            self.started.append(sequence)
+        self._choose_copies(sequence)
+        if first is None:
+            sequence.first_plan = plan
+        if sequence.restoring:
+            assert restore is not None
+            restore.admitted()
+        else:
+            self._start(sequence)
         return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """All it needs is in: count where it came from, the first time, and let go of the tiers."""
+        self._forget(sequence)
+        if sequence.tiers is not None:
+            return
+        cache, size = sequence.cache, self.manager.layout.block_tokens
+        plan = cache.plan
+        assert plan is not None
+        now = self._clock()
+        ssd = size * sum(key in cache.from_ssd for key in cache.chain.keys[: plan.resume // size])
+        sequence.tiers = TierCounts(
+            hbm=plan.resume - ssd,
+            ssd=ssd,
+            compute=sequence.prompt_tokens - plan.resume,
+            window=plan.origin,
+            replayed=plan.replayed,
+            lineage=plan.lineage,
+            restore_s=max(0.0, now - sequence.request.arrived) if ssd else 0.0,
+        )
+        sequence.times.scheduled = now
+        self.started.append(sequence)
+
+    def _receive(self) -> None:
+        """Copy blocks that came in from the SSD store to the sequences that wait for them."""
+        for sequence in [s for s in self.running if s.restoring]:
+            restore = sequence.restore
+            assert restore is not None
+            came = restore.take()
+            wanted = [(number, torch.from_numpy(data), restore.lineages[number - restore.start]) for number, data in came]
+            loading = sequence.cache.loading
+            self.manager.load(sequence.cache, [block for block in wanted if block[0] in loading])
+            restore.free([number for number, _ in came])
+            failed = restore.failed_at()
+            if not sequence.restoring:
+                self._start(sequence)
+            elif restore.stalled or (failed is not None and failed <= sequence.cache.loading.start):
+                self._settle_for(sequence, sequence.cache.loading.start)
+
+    def _settle_for(self, sequence: Sequence, blocks: int) -> None:
+        """Go back to the queue: only the first `blocks` blocks of what was hoped for are there."""
+        restore = sequence.restore
+        assert restore is not None
+        del restore.lineages[max(0, blocks - restore.start) :]
+        self.running.remove(sequence)
+        self.manager.release(sequence.cache)
+        if sequence.tiers is None:
+            sequence.first_plan = None
+        restore.cancel()
+        insort(self.waiting, sequence, key=self.rank)
+
+    def _reuses(self, sequence: Sequence) -> bool:
+        """Scoring a prompt takes all its rows; what began without a hit must go on without one."""
+        first = sequence.first_plan
+        return not sequence.scores_prompt and (first is None or first.resume > 0)
+
+    def look_for(self, sequence: Sequence) -> None:
+        """Ask the outer tiers for what the device lacks of a sequence. Changes nothing else, so another thread may call it for a new one:
+        what a step alters meanwhile is noticed at admission."""
+        if self.restorer is None or not self.manager.prefix_reuse or not self._reuses(sequence):
+            return
+        size, first, chain = self.manager.layout.block_tokens, sequence.first_plan, sequence.cache.chain
+        chain.extend(sequence.tokens)
+        upto = (sequence.prompt_tokens - 1 if first is None else first.resume) // size
+        keys = chain.keys[:upto]
+        held = len(self.manager.index.match(keys, sequence.policy.max_lineage))
+        live = [known.boundary for known in self._live_windows(sequence)]
+        windows = first is None or first.origin != "replay"
+        tries = sequence.restore.tries if sequence.restore is not None else 0
+        self._forget(sequence)
+        sequence.restore = self.restorer.start(keys, held, sequence.prompt_tokens, sequence.policy, windows=windows, live=live)
+        sequence.restore.tries = tries + 1
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.restore is not None:
+            sequence.restore.cancel()
+            sequence.restore = None
+
+    def _live_windows(self, sequence: Sequence) -> list[KnownWindow]:
+        """Windows of running sequences at boundaries of this sequence's own history."""
+        keys, size = sequence.cache.chain.keys, self.manager.layout.block_tokens
+        found = []
+        for key, window in list(self.live.items()):
+            number = window.boundary // size - 1
+            if number < len(keys) and keys[number] == key:
+                found.append(KnownWindow(window.boundary, "live", window.lineage, window.decoder_floor))
+        return found
+
+    def _load_window(self, sequence: Sequence, boundary: int, live: bool, with_decoder: bool) -> None:
+        key = sequence.cache.chain.keys[boundary // self.manager.layout.block_tokens - 1]
+        if live:
+            window = self.live[key]
+        else:
+            assert sequence.restore is not None
+            window = sequence.restore.windows[boundary]
+        decoder = _tensor(window.decoder) if with_decoder and window.decoder is not None else None
+        self.manager.windows.load(sequence.cache.slot, _tensor(window.encoder), decoder)
+
+    def _choose_copies(self, sequence: Sequence) -> None:
+        """Choose where its window is copied while its known tokens are computed; generated ones are copied as they come."""
+        plan = sequence.cache.plan
+        if self.restorer is None or self.restorer.pool is None or plan is None or not self.manager.prefix_reuse:
+            return
+        places = {*kept_boundaries(sequence.prompt_tokens, self.manager.geometry)}
+        if sequence.generated:
+            places |= {*kept_boundaries(len(sequence.tokens), self.manager.geometry)}
+        # Before the resume point a replayed window is not what it should be.
+        sequence.copy_at = sorted(p for p in places if p > sequence.computed and p >= plan.resume and p not in sequence.windows)
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
         """Give every decoding sequence room for its next token, preempting the last in order when there is none."""
@@ -155,7 +308,7 @@ class Scheduler:
         assert plan is not None
         contents = self.manager.contents(cache)
         adopted = not contents or len(contents) >= self.manager.index.least_hit
-        if not (all(contents) and adopted and sequence.computed > plan.resume):
+        if sequence.restoring or not (all(contents) and adopted and sequence.computed > plan.resume):
             return False
         self._save(sequence, contents)
         return True
@@ -170,8 +323,10 @@ class Scheduler:
             follower.leader = None
             follower.saved = leader.saved
             # Without the copy it computes the prompt again, and must do so just as the leader did.
-            follower.resumed_at = leader.resumed_at
-            follower.tiers = TierCounts(hbm=leader.prompt_tokens, window="hbm") if shared else replace(leader.tiers or TierCounts())
+            follower.first_plan = leader.first_plan
+            lineage = leader.first_plan.lineage if leader.first_plan is not None else 0
+            lent = TierCounts(hbm=leader.prompt_tokens, window="live", lineage=lineage)
+            follower.tiers = lent if shared else replace(leader.tiers or TierCounts())
             follower.times.scheduled = self._clock()
             follower.prompt_logprobs = list(leader.prompt_logprobs)
         leader.saved = None
@@ -179,9 +334,17 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Release a running sequence; it goes on later with the same tokens."""
         self.keep(sequence)
+        self._forget(sequence)
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
+        if sequence.tiers is None:
+            sequence.first_plan = None  # it had not begun
         sequence.preemptions += 1
         sequence.computed = 0
         self.add(sequence)
         self.preempted.append(sequence)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """The array as a tensor; torch does not take memory that may not be written, as received bytes are."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

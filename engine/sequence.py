@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from forebay.cache.manager import SequenceCache
+from forebay.cache.manager import Policy, SequenceCache
+from forebay.cache.replay import ResumePlan
+from forebay.cache.restore import Restore
+from forebay.cache.snapshot import Snapshot
 from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
 from forebay.engine.types import PrefillMode, Request, TierCounts, Times, TokenLogprob, Usage
@@ -16,7 +19,8 @@ from forebay.engine.types import PrefillMode, Request, TierCounts, Times, TokenL
 class SavedWindow:
     """What a preempted sequence cannot get back from cached blocks: its window slot and its last, unfinished block (host copies).
 
-    `contents` says what its cached blocks held (`CacheManager.contents`); without the very same ones the rest is of no use.
+    `contents` says what its cached blocks held (`CacheManager.contents`); without the very same ones the rest is of no use. `plan` is
+    where it had resumed.
     """
 
     codes: Tensor  # [layers, window, head_dim] uint8
@@ -25,6 +29,7 @@ class SavedWindow:
     block: Tensor | None  # [block_bytes] uint8, None when `computed` ends on a block boundary
     computed: int
     contents: tuple[int, ...]
+    plan: ResumePlan
 
 
 class Sequence:
@@ -35,8 +40,14 @@ class Sequence:
         prompt_tokens: length of the original prompt; decoder replay is anchored at its end, also after a preemption.
         computed: positions below it have their final KV; `plan.start` right after a resume with replay.
         limit: most output tokens.
+        tie_tokens: set to compare with the reference (`Span.tie_tokens`); what such a sequence computes is not for the cache.
         followers: choices of the same prompt that wait for this one's prefill; `leader` is the one that a choice waits for.
-        resumed_at: where the first admission resumed; a recompute after preemption may not use a longer hit, or the text would change.
+        policy: what it accepts from the cache.
+        first_plan: how the first admission resumed; a recompute after preemption must resume just as well, or the text would change.
+        restore: what other tiers have for it, while it waits and until its blocks are in.
+        copy_at: boundaries within its known tokens at which its window is copied on the way.
+        copies: copies taken in the last step, by boundary, [layers, window, row_bytes] u8.
+        windows: those of earlier steps that it still keeps; `stored` are the boundaries whose window went to the snapshot pool.
     """
 
     def __init__(
@@ -48,6 +59,7 @@ class Sequence:
         mode: PrefillMode,
         limit: int,
         order: int,
+        policy: Policy | None = None,
     ) -> None:
         self.request = request
         self.tokens = list(request.prompt_ids)
@@ -57,9 +69,16 @@ class Sequence:
         self.output = output
         self.mode: PrefillMode = mode
         self.limit = limit
+        self.tie_tokens: int | None = None
         self.order = order
         self.computed = 0
-        self.resumed_at: int | None = None
+        self.policy = policy or Policy(mode)
+        self.first_plan: ResumePlan | None = None
+        self.restore: Restore | None = None
+        self.copy_at: list[int] = []
+        self.copies: dict[int, Tensor] = {}
+        self.windows: dict[int, Snapshot] = {}
+        self.stored: set[int] = set()
         self.saved: SavedWindow | None = None
         self.followers: list[Sequence] = []
         self.leader: Sequence | None = None
@@ -85,6 +104,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Only the newest generated token is missing: the next row is a plain decode row."""
         return self.remaining == 1 and self.generated > 0
+
+    @property
+    def restoring(self) -> bool:
+        """Admitted, but some of its blocks are still on their way from the SSD store."""
+        return bool(self.cache.loading)
 
     @property
     def scores_prompt(self) -> bool:

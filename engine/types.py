@@ -14,6 +14,7 @@ from forebay.model.errors import ForebayError, RequestError
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 PrefillMode = Literal["bounded", "exact"]
+ReplayMode = Literal["bounded", "exact"]
 
 MAX_LOGPROBS = 20
 
@@ -137,8 +138,9 @@ class TokenLogprob:
 class Request:
     """One choice to generate. `n` choices are `n` requests that share `prompt_ids`.
 
-    `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is the chat encoding when there is one.
-    Requests with the same `share` are choices of one prompt: those that arrive before the first has its first token share its prefill.
+    `prefill`, `replay` and `max_lineage` override the engine's. `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is
+    the chat encoding when there is one. Requests with the same `share` are choices of one prompt: those that arrive before the first has
+    its first token share its prefill.
     """
 
     prompt_ids: Sequence[int]
@@ -146,6 +148,8 @@ class Request:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prompt: EncodedPrompt | None = None
     prefill: PrefillMode | None = None
+    replay: ReplayMode | None = None
+    max_lineage: int | None = None
     salt: str = ""
     priority: int = 0
     share: str | None = None
@@ -154,13 +158,22 @@ class Request:
 
 @dataclass
 class TierCounts:
-    """Where the prompt's global KV came from, in tokens; the three sum to the prompt length. `window` says how window KV came to be."""
+    """Where the prompt's global KV came from, in tokens; `hbm`, `ssd` and `compute` sum to the prompt length.
+
+    Attributes:
+        window: where the window before the resume point came from: a running sequence, a snapshot or replay; "none" without a resume.
+        replayed: tokens below the resume point that were computed again; they write no global KV.
+        lineage: bounded replays behind the KV of this sequence, this one's included; 0 means that it equals a cold run.
+        restore_s: seconds from the request's arrival until its blocks were in from the SSD store; 0 when none were needed.
+    """
 
     hbm: int = 0
     ssd: int = 0
     compute: int = 0
-    window: Literal["none", "replay", "swa", "hbm"] = "none"
+    window: Literal["none", "live", "swa", "replay"] = "none"
     replayed: int = 0
+    lineage: int = 0
+    restore_s: float = 0.0
 
     @property
     def cached(self) -> int:

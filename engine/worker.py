@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from forebay.cache.manager import CacheManager
+from forebay.cache.manager import CacheManager, Policy
 from forebay.engine.batcher import Batcher, Row
 from forebay.engine.metrics import Metrics, Stage
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
+from forebay.engine.reservoir import Reservoir
 from forebay.engine.runner import Runner
 from forebay.engine.sampler import NonFiniteLogitsError, Sampler, SamplingState, prompt_logprobs
 from forebay.engine.scheduler import Scheduler
@@ -67,6 +68,7 @@ class Engine:
         *,
         prefill: PrefillMode = "bounded",
         codec: ChatCodec | None = None,
+        reservoir: Reservoir | None = None,
     ) -> None:
         config = runner.backbone.config
         self.runner, self.manager, self.tokenizer, self.options, self.metrics = runner, manager, tokenizer, options, metrics
@@ -77,8 +79,16 @@ class Engine:
         longest = config.max_position_embeddings
         self.max_context = min(options.max_context or longest, longest, manager.capacity_tokens)
         self.sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
-        batcher = Batcher(manager.layout.window, options.encoder_tokens, options.decoder_tokens)
-        self.scheduler = Scheduler(manager, batcher, options, save=runner.save, restore=runner.restore)
+        self.reservoir = reservoir
+        self.scheduler = Scheduler(
+            manager,
+            Batcher(options.encoder_tokens, options.decoder_tokens),
+            options,
+            save=runner.save,
+            restore=runner.restore,
+            restorer=reservoir.restorer if reservoir is not None else None,
+            live=reservoir.live if reservoir is not None else None,
+        )
         self.sink: Callable[[list[OutputEvent]], None] = lambda events: None
         self._sequences: dict[str, Sequence] = {}
         self._inbox: list[Sequence] = []
@@ -92,6 +102,9 @@ class Engine:
         self._evictions = 0
         self._accepted = 0
         self.wake = threading.Event()
+        if reservoir is not None:
+            reservoir.wake = self.wake.set
+            metrics.attach(lambda: reservoir.refresh(metrics))
         metrics.pool_bytes(runner.blocks.data.nbytes, runner.windows.data.nbytes + runner.windows.pending.nbytes)
         self._report_pools()
 
@@ -125,7 +138,17 @@ class Engine:
         chosen = replace(params, stop_token_ids=tuple(sorted(i for i in stops if i < self.vocab_size))) if params.min_tokens else params
         mode: PrefillMode = "exact" if params.prompt_logprobs is not None else request.prefill or self.prefill
         cache = self.manager.sequence(request.salt)
-        return Sequence(request, cache, SamplingState(chosen, prompt, params.seed), output, mode, limit, 0)
+        if self.manager.prefix_reuse:
+            cache.chain.extend(prompt)
+        return Sequence(request, cache, SamplingState(chosen, prompt, params.seed), output, mode, limit, 0, self._policy(request, mode))
+
+    def _policy(self, request: Request, mode: PrefillMode) -> Policy:
+        """What the request accepts from the cache: its own wishes before the engine's, and nothing approximate for an exact prefill."""
+        most = request.max_lineage if request.max_lineage is not None else self.options.max_lineage
+        replay = request.replay or self.options.replay
+        if mode == "exact":
+            return Policy("exact", "exact", 0)
+        return Policy(mode, replay, 0 if replay == "exact" and most is None else most)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a prepared sequence; from now on it changes with every step and is for reading only.
@@ -147,6 +170,8 @@ class Engine:
                 )
             sequence.order = self._order
             self._order += 1
+            if sequence.request.share is None:
+                self.scheduler.look_for(sequence)  # now, so that the next step can have the answer
             self._inbox.append(sequence)
         self.metrics.request_queued()
         self.wake.set()
@@ -211,6 +236,8 @@ class Engine:
         self._stepping = True
         try:
             self._take_in(events)
+            if self.reservoir is not None:
+                self.reservoir.repair()
             rows = self._schedule(events)
             if rows:
                 self._run(rows, events)
@@ -293,8 +320,10 @@ class Engine:
         rows = scheduler.schedule()
         now = time.monotonic()
         for sequence in scheduler.started:
+            if self.reservoir is not None:
+                self.reservoir.used(sequence)
             self.metrics.request_started(now - sequence.request.arrived)
-            if sequence.tiers and sequence.tiers.replayed:
+            if sequence.tiers and sequence.tiers.window == "replay":
                 self.metrics.replayed(sequence.tiers.replayed)
         for _ in scheduler.preempted:
             self.metrics.preempted()
@@ -313,7 +342,10 @@ class Engine:
         for row, hidden in zip(rows, scored, strict=True):
             sequence = row.sequence
             sequence.computed = row.stop
-            self.manager.commit(sequence.cache, sequence.tokens, row.stop)
+            committed = self.manager.commit(sequence.cache, sequence.tokens, row.stop)
+            if self.reservoir is not None:
+                self.reservoir.store_blocks(sequence, committed)
+                self.reservoir.keep_window(sequence, row.stop)
             if hidden is not None and not self._score_prompt(row, hidden):
                 broken.add(sequence.id)
         due, places = self._due(rows, broken)
@@ -327,6 +359,8 @@ class Engine:
             times = sequence.times
             if times.first_token is None:
                 times.first_token = now
+                if self.reservoir is not None:
+                    self.reservoir.prompt_done(sequence)
                 self.metrics.first_token(now - times.arrived)
             else:
                 gaps.append(now - (times.last_token or now))
@@ -416,6 +450,8 @@ class Engine:
         keep: bool = True,
     ) -> OutputEvent:
         """Take a sequence out of the engine and describe its end."""
+        if self.reservoir is not None:
+            self.reservoir.ended(sequence, trusted=keep)
         if not keep:
             self.manager.release(sequence.cache, keep=False)
         self._unlink(sequence)
@@ -469,6 +505,11 @@ class Engine:
         """Take no more requests and end every one, running, waiting or just submitted, with an error. Only while nothing steps."""
         self.end_all(failure)
         self.settle()
+
+    def close(self) -> None:
+        """Write what is queued for other tiers and stop them. Only while nothing steps."""
+        if self.reservoir is not None:
+            self.reservoir.close()
 
     def _report_pools(self) -> None:
         stats = self.manager.stats()

@@ -71,6 +71,9 @@ class Attention:
         slot, place = rows.keep_target // window, rows.keep_target % window
         memory.window_codes[slot, layer, place] = codes.index_select(0, rows.keep)
         memory.window_scales[slot, layer, place] = scales.index_select(0, rows.keep)
+        for index, place, capture in rows.captures:
+            capture.codes[layer, place] = codes.index_select(0, index)
+            capture.scales[layer, place] = scales.index_select(0, index)
 
     def _attend(self, q: Tensor, keys: Tensor, state: HalfState) -> Tensor:
         rows, plan = state.rows, self.plan

@@ -47,6 +47,22 @@ class CacheMemory:
 
 
 @dataclass(frozen=True)
+class WindowCapture:
+    """A copy of a window as it is at `boundary`, a multiple of the window inside or at the end of a span, filled while the span runs.
+
+    Attributes:
+        codes, scales: [layers, window, head_dim] and [layers, window, head_dim/32] uint8, in ring order; they hold the span's ring
+            as it was before the step, so that rows before the span need not be written.
+        decoder: whether the decoder half's rows are wanted too.
+    """
+
+    boundary: int
+    codes: Tensor
+    scales: Tensor
+    decoder: bool
+
+
+@dataclass(frozen=True)
 class Span:
     """Consecutive positions [start, stop) of one sequence in a batch.
 
@@ -55,8 +71,9 @@ class Span:
         window_from: lowest position that window attention of the encoder half may read.
         decoder_from: positions at or above it run the decoder half.
         decoder_window_from: the same floor for the decoder half (bounded decoder replay).
-        prompt_tokens: length of the sequence's original prompt; fixes the width over which score ties are broken.
+        tie_tokens: settle score ties as the reference does over a prompt of this many tokens; None for ties to the lower entry.
         slot: window slot. blocks: block table.
+        captures: copies of its window to be taken on the way.
     """
 
     start: int
@@ -65,9 +82,10 @@ class Span:
     window_from: int
     decoder_from: int
     decoder_window_from: int
-    prompt_tokens: int
+    tie_tokens: int | None
     slot: int
     blocks: Sequence[int]
+    captures: Sequence[WindowCapture] = ()
 
 
 class RowSet:
@@ -78,10 +96,18 @@ class RowSet:
         lengths: rows per span. starts / stops / slots [spans] int64.
         window_index [n, window] int64: into the concatenation of all spans' rings and this batch's own rows; window_valid [n, window].
         keep, keep_target: rows whose window KV outlives the step, and their row in [slots * window].
+        captures: rows to copy, their place in the window, and where to, for each copy that is taken.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int, int]], slots: Tensor, window: int, device: torch.device) -> None:
-        """spans: (start, stop, window floor) per sequence."""
+    def __init__(
+        self,
+        spans: Sequence[tuple[int, int, int]],
+        slots: Tensor,
+        window: int,
+        device: torch.device,
+        captures: Sequence[Sequence[WindowCapture]] = (),
+    ) -> None:
+        """spans: (start, stop, window floor) per sequence; captures: those of each."""
         starts = torch.tensor([s[0] for s in spans], dtype=torch.int64)
         stops = torch.tensor([s[1] for s in spans], dtype=torch.int64)
         floors = torch.tensor([s[2] for s in spans], dtype=torch.int64)
@@ -107,6 +133,12 @@ class RowSet:
         kept = (positions >= stops[sequence] - window).nonzero().flatten()
         self.keep = kept.to(device)
         self.keep_target = (slots.cpu()[sequence[kept]] * window + positions[kept] % window).to(device)
+        self.captures: list[tuple[Tensor, Tensor, WindowCapture]] = []
+        for span, wanted in enumerate(captures):
+            for capture in wanted:
+                first = max(self.starts[span], capture.boundary - window)
+                places = torch.arange(first, capture.boundary)
+                self.captures.append(((places - self.starts[span] + self.offsets[span]).to(device), (places % window).to(device), capture))
 
     @property
     def rows(self) -> int:
@@ -143,7 +175,8 @@ class ForwardBatch:
         padded = [list(s.blocks) + [0] * (longest - len(s.blocks)) for s in self.spans]
         self.tables = torch.tensor(padded, dtype=torch.int64, device=device)
         slots = torch.tensor([s.slot for s in self.spans], dtype=torch.int64, device=device)
-        self.encoder = RowSet([(s.start, s.stop, s.window_from) for s in self.spans], slots, self.window, device)
+        ranges = [(s.start, s.stop, s.window_from) for s in self.spans]
+        self.encoder = RowSet(ranges, slots, self.window, device, [s.captures for s in self.spans])
 
     def decoder_rows(self) -> DecoderRows | None:
         """The rows that run the decoder half, or None when no span has any."""
@@ -159,7 +192,7 @@ class ForwardBatch:
         spans = [self.spans[i] for i in chosen]
         ranges = [(max(s.start, s.decoder_from), s.stop, s.decoder_window_from) for s in spans]
         slots = torch.tensor([s.slot for s in spans], dtype=torch.int64, device=device)
-        rows = RowSet(ranges, slots, self.window, device)
+        rows = RowSet(ranges, slots, self.window, device, [[c for c in s.captures if c.decoder] for s in spans])
         everything = len(chosen) == len(self.spans) and rows.rows == self.encoder.rows
         index = None if everything else torch.cat(parts).to(device)
         tables = self.tables if len(chosen) == len(self.spans) else self.tables[chosen]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -17,8 +18,9 @@ from forebay.model.chat_request import DEFAULT_EFFORT, ChatRequest, parse_chat_r
 from forebay.model.errors import ForebayError, RequestError
 from forebay.model.tokenizer import ASSISTANT, IMAGE, THINK_END, THINK_START, Tokenizer
 
-__all__ = ["Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions"]
+__all__ = ["ENCODING_VERSION", "Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions"]
 
+ENCODING_VERSION = f"chat1-recipe{version('deepseek-recipe')}"  # of the prompt encoding; the first number counts our own changes to it
 EFFORT_LINE = "Reasoning Effort: "
 GROUNDING = frozenset(f"<｜{slash}{tag}｜>" for tag in ("ref", "box", "point", "polygon") for slash in ("", "/"))
 

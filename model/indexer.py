@@ -66,7 +66,7 @@ class Indexer:
 
     def _scores(
         self, scored: Tensor, restricted: Tensor | None, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int | None]]]:
         """Tiles of scored rows: (row numbers, scores [n, m] bf16 with -inf where invisible, their columns or None, full-row widths)."""
         dense = scored if restricted is None else scored & ~restricted
         if restricted is not None:
@@ -85,7 +85,7 @@ class Indexer:
 
     def _shared(
         self, number: int, part: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int | None]]]:
         """Rows of one sequence read its keys once."""
         top = int(visible[part[-1]])
         entries = torch.arange(top, device=q.device).unsqueeze(0)
@@ -99,7 +99,7 @@ class Indexer:
 
     def _separate(
         self, part: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int | None]]]:
         """Lone rows (decode), each with its own keys; rows of like length share a padded tile."""
         groups: dict[int, list[int]] = {}
         for row, count in zip(part.tolist(), visible[part].tolist(), strict=True):
@@ -118,7 +118,7 @@ class Indexer:
 
     def _restricted(
         self, scored: Tensor, q: Tensor, weights: Tensor, visible: Tensor, state: HalfState
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int]]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, list[int | None]]]:
         """Rows that may only choose inside their candidate blocks: those entries alone are read."""
         part = scored.nonzero().flatten()
         assert state.candidates is not None
@@ -140,19 +140,21 @@ class Indexer:
         block, place = entry_places(state.tables, sequence, entries, state.memory.block_tokens // self.ratio)
         return gather_index(memory.index_codes, memory.index_scales, block, place)
 
-    def _widths(self, rows: Tensor, visible: Tensor, state: HalfState) -> list[int]:
-        """Columns of each row's full score row: of its whole prompt for prompt rows, of what is visible for generated ones."""
+    def _widths(self, rows: Tensor, visible: Tensor, state: HalfState) -> list[int | None]:
+        """How each row's ties are settled. The reference's score row spans the whole prompt, and for a generated token what is visible."""
+        if all(span.tie_tokens is None for span in state.spans):
+            return [None] * rows.numel()
         positions, sequence = state.rows.positions[rows].tolist(), state.rows.sequence[rows].tolist()
-        out = []
+        out: list[int | None] = []
         for position, number, seen in zip(positions, sequence, visible[rows].tolist(), strict=True):
-            prompt = state.spans[number].prompt_tokens
-            out.append(prompt // self.ratio if position < prompt else seen)
+            prompt = state.spans[number].tie_tokens
+            out.append(None if prompt is None else prompt // self.ratio if position < prompt else seen)
         return out
 
-    def _candidates(self, part: Tensor, scores: Tensor, visible: Tensor, widths: list[int], state: HalfState) -> None:
+    def _candidates(self, part: Tensor, scores: Tensor, visible: Tensor, widths: list[int | None], state: HalfState) -> None:
         """Best blocks of each row, the newest visible one pinned; never a block without a visible entry."""
         assert state.candidates is not None
         best = block_maxima(scores, self.size)
         best.scatter_(1, ((visible - 1) // self.size).unsqueeze(1), torch.inf)
-        block_widths = [-(-width // self.size) for width in widths]
+        block_widths = [None if width is None else -(-width // self.size) for width in widths]
         state.candidates[part] = select_top(best, self.pool, block_widths)

@@ -190,7 +190,8 @@ class App:
         await exchange.reply_json(200, {"version": __version__, "model": self._names[0], "api": features})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.reply(200, self._engine.metrics.render(), [_METRICS_TYPE])
+        # Asks the SSD store, whose disk may be slow.
+        await exchange.reply(200, await asyncio.to_thread(self._engine.metrics.render), [_METRICS_TYPE])
 
     async def _models(self, exchange: Exchange) -> None:
         entries = [self._entry(name) for name in self._names]

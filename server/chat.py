@@ -166,7 +166,9 @@ class ChatRoute:
                 # Clients may repeat a request id; inside the engine it must be unique.
                 request_id=f"{exchange.request_id}.{next(self._numbers)}",
                 prompt=prompt,
-                prefill=call.prefill,
+                prefill=call.own.prefill,
+                replay=call.own.replay,
+                max_lineage=call.own.max_lineage,
                 salt=call.salt,
                 priority=call.fields.priority or 0,
                 share=share,

@@ -153,7 +153,9 @@ def usage(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
 def explain(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
     """The `forebay` object: effort, where the prompt came from and how long it took, of each choice.
 
-    What is at top level is that of the choice that computed the prompt.
+    What is at top level is that of the choice that computed the prompt. `tiers` sum to the prompt's tokens; `window` is where the
+    window before the resume point came from, `replayed` how many tokens were computed again for it, `lineage` the bounded replays
+    behind the KV in use, `restore_s` the seconds until blocks from the SSD store were in.
     """
     told = [_told(choice.last) for choice in choices if choice.last is not None]
     payer = min(told, key=lambda choice: choice["tiers"]["hbm"] + choice["tiers"]["ssd"]) if told else {}
@@ -168,6 +170,8 @@ def _told(event: OutputEvent) -> dict[str, Any]:
         "tiers": {"hbm": tiers.hbm, "ssd": tiers.ssd, "compute": tiers.compute},
         "window": tiers.window,
         "replayed": tiers.replayed,
+        "lineage": tiers.lineage,
+        "restore_s": round(tiers.restore_s, 6),
         "queue_s": _since(times.arrived, times.scheduled),
         "ttft_s": _since(times.arrived, times.first_token),
         "total_s": _since(times.arrived, times.finished),

@@ -25,8 +25,8 @@ SETTING_FLAGS = {
     "--host": ("server.host", "HOST", "address to listen on"),
     "--port": ("server.port", "PORT", "port to listen on"),
     "--device": ("engine.device", "cpu|cuda", "where the network runs"),
-    "--cache-dir": ("cache.dir", "DIR", "folder of the persistent cache tier (accepted; nothing is stored there yet)"),
-    "--redis-url": ("cache.redis_url", "URL", "Redis for window snapshots (accepted; nothing is stored there yet)"),
+    "--cache-dir": ("cache.dir", "DIR", "folder of the SSD store, or none"),
+    "--redis-url": ("cache.redis_url", "URL", "pool of window snapshots: redis://…, embedded or none"),
 }
 
 _OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what writing may meet
@@ -46,8 +46,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{command}: {message}; see `{self.prog} --help`" if command else f"{message}; see `{self.prog} --help`")
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The whole parser, and the parser of each command by name."""
+def build_parser() -> Parser:
+    """The whole parser."""
     parser = Parser(prog="forebay", description="Serve DeepSeek-V4.1-Flash behind an OpenAI-compatible API.")
     parser.add_argument("--version", action="version", version=f"forebay {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -77,8 +77,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     config.add_argument("--describe", action="store_true", help="say what each setting means, its unit and its range")
     _add_settings(config)
 
+    _add_cache(
+        commands.add_parser("cache", help="look after the SSD store", description="Look after the SSD store, also beside a running server.")
+    )
     _add_bench(commands.add_parser("bench", help="measure this server", description="Measure ratios in one run on this machine."))
-    return parser, dict(commands.choices)
+    return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +91,24 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting, such as engine.max_sequences=16 (repeatable)"
     )
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    texts = {
+        "stats": "how much the store holds and may hold",
+        "ls": "what is stored, by model and tenant",
+        "verify": "read every block and check its sum; bad ones are deleted",
+        "purge": "delete blocks, unrecoverably, and the snapshots in Redis",
+    }
+    for action, text in texts.items():
+        kind = kinds.add_parser(action, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if action == "purge":
+            whose = "only the blocks of this tenant: the cache salt of its requests, '' where there is none"
+            kind.add_argument("--tenant", metavar="NAME", help=whose)
+            kind.add_argument("--yes", action="store_true", help="do not ask")
+        kind.add_argument("--json", action="store_true", help="print JSON")
+        _add_settings(kind)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +140,20 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     invariance.add_argument("--streams", type=int, default=64, metavar="N", help="sequences that decode together (default: %(default)s)")
     invariance.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
 
-    for kind in (serve, prefill, decode, invariance):
+    cache = kinds.add_parser(
+        "cache", help="SSD store and snapshots", description="Time the tiers beyond the device, each beside what the disk or TCP can do."
+    )
+    cache.add_argument("--prefix", type=int, default=782, metavar="N", help="blocks written and restored at once (default: %(default)s)")
+    cache.add_argument("--blocks", type=int, default=1_000_000, metavar="N", help="blocks of the index, 4 KiB each (default: %(default)s)")
+    cache.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
+
+    resume = kinds.add_parser(
+        "resume", help="first token by tier", description="Time to the first token of a prompt: cold, from memory, and from SSD."
+    )
+    resume.add_argument("--tokens", type=int, default=16_384, metavar="N", help="prompt length (default: %(default)s)")
+    resume.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
+
+    for kind in (serve, prefill, decode, invariance, cache, resume):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
         _add_settings(kind)
 
@@ -161,28 +195,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: unknown command or flag (names the nearest), missing or malformed value.
     """
-    parser, commands = build_parser()
+    parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if args.command is None and not rest:
         parser.print_help()
         raise SystemExit(2)
     if rest:
-        known = _flags_of(commands[args.command], deep=True) if args.command else _flags_of(parser, deep=False)
+        known = _chosen(parser, args)._option_string_actions
         long = sorted(flag for flag in known if flag.startswith("--"))
         nearest = difflib.get_close_matches(rest[0].partition("=")[0], long, n=1, cutoff=0.0)
         raise ConfigError(f"{f'{args.command}: ' if args.command else ''}there is no flag {rest[0]!r}; the nearest is {nearest[0]!r}")
     return args
 
 
-def _flags_of(parser: argparse.ArgumentParser, *, deep: bool) -> set[str]:
-    """Flags of a parser, with `deep` also of its sub-commands."""
-    flags: set[str] = set()
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the innermost command that was named."""
     for action in parser._actions:
-        flags.update(action.option_strings)
-        if deep and isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                flags |= _flags_of(child, deep=True)
-    return flags
+        if isinstance(action, argparse._SubParsersAction) and (name := getattr(args, action.dest, None)):
+            return _chosen(action.choices[name], args)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
+from forebay.engine.tiers import EMBEDDED, TierOptions
 from forebay.model.errors import ConfigError
 
 ENV_PREFIX = "FOREBAY_"
 MIB = 1024 * 1024
 EFFORT_WORDS = ("none", "low", "high", "max")
 
-_PASSWORD = re.compile(r"(://[^/@]*:)[^/@]*@")
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+_PASSWORD = re.compile(r"(://[^/@]*:).*@|([?&]password=)[^&]*")
 
 Origins = dict[str, str]  # "server.port" -> "default" | "file forebay.yaml" | "environment FOREBAY_SERVER__PORT" | "flag --port"
 
@@ -48,11 +51,42 @@ def _effort(value: Any) -> int | str:
     raise ValueError(f"must be {', '.join(EFFORT_WORDS)} or a number from 1 to 100")
 
 
+def _expand(path: Path | None) -> Path | None:
+    try:
+        return path.expanduser() if path else None
+    except RuntimeError:  # a user that the system does not know
+        raise ValueError("there is no home folder; give a full path, or none") from None
+
+
+def _kv_dir() -> Path | None:
+    """Where KV goes unless told otherwise: beside the demo checkpoint; nowhere for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay" / "kv"
+    except RuntimeError:
+        return None
+
+
+def _redis_url(value: str | None) -> str | None:
+    """Only the form is looked at; whether somebody answers there is found out, again and again, while serving."""
+    if value is None or value == EMBEDDED:
+        return value
+    scheme, colon, rest = value.partition("://")
+    if scheme not in REDIS_SCHEMES or not colon or not rest:
+        raise ValueError(f"must be {EMBEDDED}, none, or a URL that begins with {', '.join(f'{s}://' for s in REDIS_SCHEMES)}")
+    return value
+
+
+def hide_passwords(text: str) -> str:
+    """`redis://user:***@host` for `redis://user:secret@host`."""
+    return _PASSWORD.sub(lambda match: f"{match[1]}***@" if match[1] else f"{match[2]}***", text)
+
+
 NOT_SETTINGS = frozenset({"FOREBAY_GOLDEN"})  # where the tests find their golden data, see the README
 
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
-OptionalPath = Annotated[Path | None, BeforeValidator(_none_word)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_word), AfterValidator(_expand)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_word)]
+RedisUrl = Annotated[str | None, BeforeValidator(_none_word), AfterValidator(_redis_url)]
 OptionalCount = Annotated[int | None, BeforeValidator(_none_word)]
 OptionalBytes = Annotated[ByteSize | None, BeforeValidator(_none_word)]
 Effort = Annotated[int | str, BeforeValidator(_effort)]
@@ -116,13 +150,34 @@ class EngineSection(Section):
 
 
 class CacheSection(Section):
-    dir: OptionalPath = setting(None, "folder of the persistent tier; nothing is stored there yet")
-    redis_url: OptionalText = setting(None, "Redis for window snapshots; nothing is stored there yet")
     kv_tokens: OptionalCount = setting(
         None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1, le=1 << 40
     )
     kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1, le=1 << 50)
     prefix_reuse: bool = setting(True, "reuse cached blocks of equal beginnings; the replay of a window that it needs may change text")
+    replay: Literal["bounded", "exact"] = setting(
+        "bounded", "how a lost window is rebuilt: from one window of tokens, or from enough of them to equal a cold run"
+    )
+    max_lineage: OptionalCount = setting(
+        None, "cached blocks with more bounded replays behind them are computed anew; 0 keeps exact ones only", unit="replays", ge=0
+    )
+    dir: OptionalPath = setting(_kv_dir(), "folder of the SSD store, which servers of one host may share; none keeps nothing on disk")
+    ssd_bytes: OptionalBytes = setting(
+        None, "most that the store takes on disk; none takes a tenth of the file system, at most 256 GiB", unit="bytes", ge=1, le=1 << 50
+    )
+    ssd_free_bytes: ByteSize = setting(1024 * MIB, "free space of the file system that the store leaves", unit="bytes", ge=0, le=1 << 50)
+    ssd_ttl_s: float = setting(259_200.0, "how long a block on SSD lives after its last use", unit="seconds", gt=0, le=366 * 86400)
+    ssd_queue_bytes: ByteSize = setting(256 * MIB, "blocks waiting to be written; more are not stored", unit="bytes", ge=1, le=1 << 50)
+    staging_bytes: ByteSize = setting(256 * MIB, "memory that blocks pass through from SSD to the device", unit="bytes", ge=1, le=1 << 50)
+    redis_url: RedisUrl = setting(
+        EMBEDDED, "pool of window snapshots: redis://, rediss:// or unix:// URL, embedded for a server of our own, or none"
+    )
+    redis_cluster: bool = setting(False, "the Redis URL names a node of a cluster")
+    redis_timeout_s: float = setting(0.05, "longest wait for a snapshot; then its window is replayed", unit="seconds", gt=0, le=60)
+    swa_ttl_s: float = setting(600.0, "how long a snapshot lives after its last use", unit="seconds", gt=0, le=366 * 86400)
+    swa_bytes: OptionalBytes = setting(
+        None, "memory of the embedded Redis; none takes a tenth of the machine's", unit="bytes", ge=MIB, le=1 << 50
+    )
 
 
 class Config(BaseSettings):
@@ -146,6 +201,11 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # `load` reads the layers one by one, since it must know which of them a value came from.
         return (init_settings,)
+
+
+def tier_options(config: Config) -> TierOptions:
+    """The tiers beyond the device, as the settings of section `cache` say."""
+    return TierOptions(**{name: getattr(config.cache, name) for name in TierOptions.__dataclass_fields__})
 
 
 def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -189,6 +249,9 @@ def load(file: Path | None = None, flags: Mapping[str, tuple[str, Any]] | None =
     if config.cache.kv_tokens is not None and config.cache.kv_bytes is not None:
         where = " and ".join(f"{key} ({origins[key]})" for key in ("cache.kv_tokens", "cache.kv_bytes"))
         raise ConfigError(f"{where} are both set: give one", param="cache.kv_bytes")
+    if config.cache.redis_cluster and config.cache.redis_url in (None, EMBEDDED):
+        where = f"cache.redis_cluster ({origins['cache.redis_cluster']})"
+        raise ConfigError(f"{where}: needs the URL of a node of the cluster in cache.redis_url", param="cache.redis_cluster")
     return config, origins
 
 
@@ -208,7 +271,7 @@ def to_yaml(config: Config, origins: Origins) -> str:
         for name, value in tree.items():
             key = f"{prefix}{name}"
             if key in origins:
-                shown = _PASSWORD.sub(r"\1***@", value) if isinstance(value, str) else value
+                shown = hide_passwords(value) if isinstance(value, str) else value
                 text = yaml.safe_dump({name: shown}, default_flow_style=True, width=10_000).strip()[1:-1]
                 rows.append(("  " * depth + text, origins[key]))
             else:
@@ -298,4 +361,4 @@ def _explain(error: Any, origins: Origins) -> str:
         extra = next((info.json_schema_extra for k, info in fields() if k == key), None)
         unit = extra.get("unit") if isinstance(extra, dict) else None
         message += f" {unit}" if unit else ""
-    return f"{key} ({origins.get(key, 'configuration')}): {message[0].lower()}{message[1:]}, got {error['input']!r}"
+    return f"{key} ({origins.get(key, 'configuration')}): {message[0].lower()}{message[1:]}, got {hide_passwords(repr(error['input']))}"

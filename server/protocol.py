@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from forebay.engine.types import MAX_LOGPROBS, PrefillMode, SamplingParams
+from forebay.engine.types import MAX_LOGPROBS, PrefillMode, ReplayMode, SamplingParams
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
 from forebay.server.body import json_type
@@ -72,10 +72,16 @@ class StreamOptions(_Body):
 
 
 class ForebayOptions(_Body):
-    """`explain` asks for the `forebay` object in the answer; `prefill` overrides the server's prefill mode."""
+    """`explain` asks for the `forebay` object in the answer; the others override the server's setting of the same name.
+
+    `prefill`: how a prompt is computed. `replay`: how a lost window is rebuilt. `max_lineage`: cached blocks with more bounded replays
+    behind them are not used.
+    """
 
     explain: bool | None = None
-    prefill: Literal["bounded", "exact"] | None = None
+    prefill: PrefillMode | None = None
+    replay: ReplayMode | None = None
+    max_lineage: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
 
 
 class ChatRequest(_Body):
@@ -148,12 +154,13 @@ class ChatCall:
         return self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
 
     @property
-    def explain(self) -> bool:
-        return self.fields.forebay is not None and bool(self.fields.forebay.explain)
+    def own(self) -> ForebayOptions:
+        """The options under `forebay`, none of them set when it is absent."""
+        return self.fields.forebay or ForebayOptions()
 
     @property
-    def prefill(self) -> PrefillMode | None:
-        return self.fields.forebay.prefill if self.fields.forebay else None
+    def explain(self) -> bool:
+        return bool(self.own.explain)
 
     @property
     def choices(self) -> int:

@@ -159,6 +159,8 @@ class MemoRunner(Runner):
                 assert self.blocks.references(cache.table[place // size]) == 1, "a block that others may read is written"
                 self._table[cache.table[place // size], place % size] = token % 251
             self._rings[cache.slot, :, place % WINDOW, 0] = token % 251
+            if place + 1 in row.sequence.copy_at:
+                row.sequence.copies[place + 1] = self.windows.copy(cache.slot)
         self.windows.pending[cache.slot] = float(row.sequence.tokens[row.stop - 1])
 
     def _check(self, row: Row) -> None:
@@ -174,10 +176,10 @@ class MemoRunner(Runner):
 @functools.cache
 def _memo_parts() -> tuple[ModelConfig, Tokenizer, ChatCodec]:
     config = ModelConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
+        vocab_size=256, hidden_size=32, num_hidden_layers=3, num_attention_heads=1, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
         o_groups=1, o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=2, num_experts_per_tok=1, sliding_window=WINDOW,
-        compress_ratios=(2, 1), kv_source_layer_ids=(0, 1), index_source_layer_ids=(0, 1), index_n_heads=1, index_head_dim=32, index_topk=4,
-        candidate_source_layer_id=None, candidate_topk_blocks=1, candidate_block_size=1, max_position_embeddings=1 << 20,
+        compress_ratios=(2, 2, 1), kv_source_layer_ids=(0, 2), index_source_layer_ids=(0, 2), index_n_heads=1, index_head_dim=32,
+        index_topk=4, candidate_source_layer_id=None, candidate_topk_blocks=1, candidate_block_size=1, max_position_embeddings=1 << 20,
     )  # fmt: skip
     tokenizer = Tokenizer.load(build.TOKENIZER)
     return config, tokenizer, ChatCodec(tokenizer)

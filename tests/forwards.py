@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forebay.cache.replay import ResumePlan
 from forebay.engine.batcher import Row
 from forebay.engine.llm import LLM
 from forebay.engine.output import OutputProcessor
@@ -34,7 +35,7 @@ class Hand:
     """
 
     def __init__(self, llm: LLM, tokens: Sequence[int], prompt_tokens: int | None = None) -> None:
-        """`tokens` are all that will ever be fed; `prompt_tokens` of them count as the prompt (all by default)."""
+        """`tokens` are all that will ever be fed. With `prompt_tokens`, these count as the prompt, and ties are the reference's."""
         engine = llm.engine
         params = SamplingParams(max_tokens=1, temperature=0.0)
         request = Request(list(tokens), params)
@@ -43,7 +44,7 @@ class Hand:
         cache = self.manager.sequence()
         self.sequence = EngineSequence(request, cache, SamplingState(params, tokens, 0), output, "exact", 1, 0)
         if prompt_tokens is not None:
-            self.sequence.prompt_tokens = prompt_tokens
+            self.sequence.prompt_tokens = self.sequence.tie_tokens = prompt_tokens
         plan = self.manager.open(cache, list(tokens), reuse=False)
         assert plan is not None, "the test's pool is too small"
         self.slot, self.table = cache.slot, torch.tensor(cache.table)
@@ -95,11 +96,37 @@ class Hand:
             found[f"layer{layer}.open"] = self.runner.windows.pending[self.slot, place, :held].clone()
         return found
 
-    def copy_entries(self, other: Hand) -> None:
-        """Take over the blocks of another sequence, as if both had been admitted on the same cached prefix."""
+    def copy_entries(self, other: Hand, tokens: int | None = None) -> None:
+        """Take over the blocks of another sequence, as if both had been admitted on the same cached prefix.
+
+        With `tokens`, only what that many tokens leave; the rest of the table holds poison.
+        """
         count = min(len(self.table), len(other.table))
         data = self.runner.blocks.data
         data[self.table[:count]] = data[other.table[:count]]
+        if tokens is None:
+            return
+        ratios = {source.layer: source.ratio for source in self.runner.layout.sources}
+        for layer, views in self.runner.blocks.views.items():
+            for plane in (views.main_codes, views.main_scales, views.index_codes, views.index_scales):
+                per_block = plane.shape[1]
+                for j in range(tokens // ratios[layer], len(self.table) * per_block):
+                    plane[self.table[j // per_block], j % per_block] = 0xFF
+
+    def follow(self, plan: ResumePlan, stop: int, *cuts: int) -> Tensor:
+        """Resume as planned and go on to `stop`, with cuts on the way -> logits of the rows that ran the decoder half, [n, vocab]."""
+        parts = []
+        for a, b in pairwise((plan.start, *cuts, stop)):
+            row = self.row(
+                a, b, write_from=max(a, plan.write_from), window_from=plan.window_from,
+                decoder_from=plan.decoder_from, decoder_window_from=plan.decoder_window_from,
+            )  # fmt: skip
+            parts.append(step(self.llm, [row])[0])
+        return torch.cat(parts)
+
+    def ring(self) -> Tensor:
+        """The window as it is now, [layers, window, row_bytes] u8."""
+        return self.runner.windows.copy(self.slot)
 
 
 def step(llm: LLM, rows: Sequence[Row], record: dict[str, list[Tensor]] | None = None) -> list[Tensor]:

@@ -102,14 +102,14 @@ class ReferenceWeights:
 
 
 class Reference:
-    """One sequence. `prompt_tokens` fixes the width over which score ties are broken, as in the network."""
+    """One sequence. `prompt_tokens` fixes the width over which score ties are broken; without it they go to the lower entry."""
 
     def __init__(
         self, weights: ReferenceWeights, tokens: list[int], memory: Memory | None = None, prompt_tokens: int | None = None
     ) -> None:
         self.weights, self.net, self.tokens, self.memory = weights, weights.net, tokens, memory or Memory()
         self.config, self.topology = weights.config, weights.topology
-        self.prompt_tokens = len(tokens) if prompt_tokens is None else prompt_tokens
+        self.prompt_tokens = prompt_tokens
         self.selected: dict[tuple[int, int], list[int]] = {}  # (index source, position) -> entries, ascending
         self.pool: dict[int, set[int]] = {}  # position -> entries a Reindex layer may choose
 
@@ -239,7 +239,8 @@ class Reference:
         stored = self.memory.index.get(plan.kv_source, {})
         for i, p in enumerate(positions):
             visible = (p + 1) // plan.ratio
-            full = self.prompt_tokens // plan.ratio if p < self.prompt_tokens else visible
+            wide = self.prompt_tokens is not None and p < self.prompt_tokens
+            full = (self.prompt_tokens or 0) // plan.ratio if wide else visible
             scores = torch.full((max(full, visible),), -torch.inf, dtype=torch.bfloat16)
             if visible:
                 keys = torch.stack([stored[j] for j in range(visible)])
@@ -253,9 +254,8 @@ class Reference:
             if plan.reads_candidates:
                 outside = [j for j in range(len(scores)) if j not in self.pool[p]]
                 scores[outside] = -torch.inf
-            best = torch.topk(scores, min(c.index_topk, len(scores)))
-            # A pool smaller than the selection: the reference's top-k goes on among the masked scores, and keeps what is visible (§5.4).
-            chosen = [j for j in best.indices.tolist() if j < visible]
+            # A pool smaller than the selection: the choice goes on among the masked scores, and keeps what is visible (§5.4).
+            chosen = [j for j in self._best(scores, c.index_topk) if j < visible]
             self.selected[plan.index, p] = sorted(chosen)
 
     def _candidates(self, scores: Tensor, visible: int) -> set[int]:
@@ -264,11 +264,17 @@ class Reference:
         blocks = [scores[b : b + size].max() for b in range(0, len(scores), size)]
         if visible:
             blocks[(visible - 1) // size] = torch.tensor(torch.inf, dtype=scores.dtype)
-        best = torch.topk(torch.stack(blocks), min(self.config.candidate_topk_blocks, len(blocks))) if blocks else None
-        if best is None:
+        if not blocks:
             return set()
-        kept = [int(b) for b, s in zip(best.indices, best.values, strict=True) if s > -torch.inf]
+        kept = [b for b in self._best(torch.stack(blocks), self.config.candidate_topk_blocks) if blocks[b] > -torch.inf]
         return {b * size + t for b in kept for t in range(size)}
+
+    def _best(self, scores: Tensor, k: int) -> list[int]:
+        """The k best columns; among equals the lower one, or what `torch.topk` gives where the reference's ties are wanted."""
+        if self.prompt_tokens is not None:
+            return list(torch.topk(scores, min(k, len(scores))).indices.tolist())
+        values = scores.tolist()
+        return sorted(range(len(values)), key=lambda j: (-values[j], j))[:k]
 
 
 @dataclass

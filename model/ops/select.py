@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 def select_top(
-    scores: Tensor, k: int, widths: Sequence[int], columns: Tensor | None = None, visible: Tensor | None = None
+    scores: Tensor, k: int, widths: Sequence[int | None], columns: Tensor | None = None, visible: Tensor | None = None
 ) -> Tensor:
     """The k best columns of each row.
 
-    Scores are bf16 and tie often. A tie at the cut is settled by `torch.topk` over the row laid out at its own `width`, padded with -inf:
-    the width is a property of the sequence (its prompt, or its length at that decode step), so the answer is the reference's and
-    does not depend on chunking or on the batch.
+    Scores are bf16 and tie often. A tie at the cut goes to the lower column, so that the answer depends on nothing but the history before
+    a row: what a prefix computes is then the same whatever follows it, and may be cached. The reference instead takes what `torch.topk`
+    gives over a row as wide as its whole prompt; a row with a `width` follows it, to be compared with its output.
 
     Args:
         scores: [n, m] bf16, -inf where a column may not be chosen.
         k: how many.
-        widths: per row, the number of columns its full score row has.
+        widths: per row, None for ties to the lower column, or the number of columns of the reference's score row, padded with -inf.
         columns: [n, m] int64, the position of each score in its full row, ascending, -1 unused; None when column i is position i.
-        visible: [n] int64, for rows that may choose among `columns` only. Where those are fewer than k, the reference's top-k goes on among
-            the masked columns, and what it takes of them below `visible` counts. None leaves such places empty.
+        visible: [n] int64, for rows that may choose among `columns` only. Where those are fewer than k, the choice goes on among the
+            masked columns as among equals, and what it takes of them below `visible` counts. None leaves such places empty.
     Returns:
         [n, k] int64 positions in the full row, ascending, -1 where nothing (finite) was left to choose.
     """
@@ -42,6 +42,9 @@ def select_top(
         undecided = tied if undecided is None else undecided | tied
     if undecided is not None:
         for width, members in _by_width(undecided.nonzero().flatten().tolist(), widths).items():
+            if width is None:
+                chosen[members] = _lowest(scores[members], k, *(part[members] if part is not None else None for part in (columns, visible)))
+                continue
             # One spare column takes what unused places scatter.
             full = torch.full((len(members), width + 1), -torch.inf, dtype=scores.dtype, device=scores.device)
             part = scores[members]
@@ -61,8 +64,22 @@ def select_top(
     return ordered.masked_fill(ordered == last, -1)
 
 
-def _by_width(rows: list[int], widths: Sequence[int]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
+def _lowest(scores: Tensor, k: int, columns: Tensor | None, visible: Tensor | None) -> Tensor:
+    """`select_top` where equals are taken from the lowest column on, for rows with at least k columns."""
+    if columns is not None:
+        assert visible is not None
+        width = max(k, int(visible.max()))
+        full = scores.new_full((scores.shape[0], width + 1), -torch.inf)
+        scores = full.scatter_(1, torch.where(columns >= 0, columns, width), scores)[:, :width]
+    cut = torch.topk(scores, k, dim=-1).values[:, -1:]
+    above, equal = scores > cut, scores == cut
+    room = k - above.sum(-1, keepdim=True)
+    found = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, k)
+    return found if visible is None else found.masked_fill(found >= visible.unsqueeze(1), -1)
+
+
+def _by_width(rows: list[int], widths: Sequence[int | None]) -> dict[int | None, list[int]]:
+    groups: dict[int | None, list[int]] = {}
     for row in rows:
         groups.setdefault(widths[row], []).append(row)
     return groups

@@ -11,7 +11,7 @@ from forebay.server.terminal import consoles
 
 def run(args: argparse.Namespace) -> int:
     """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
-    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps"):
+    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks"):
         if getattr(args, name, 1) < 1:
             raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     out, err = consoles()
@@ -19,6 +19,14 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_serve
 
         figures, fine = bench_serve.measure(args, out, err)
+    elif args.bench == "cache":
+        from forebay.server.commands import bench_cache
+
+        figures, fine = bench_cache.measure(args, out, err)
+    elif args.bench == "resume":
+        from forebay.server.commands import bench_resume
+
+        figures, fine = bench_resume.measure(args, out, err)
     else:
         # Imported here: this brings torch.
         from forebay.server.commands import bench_model

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from forebay.model.errors import ForebayError
 from forebay.server.cli import read_settings, setting_arguments
+from forebay.server.commands.scratch import scratch
 
 WORDS = ("river", "stone", "water", "gate", "mill", "wheel", "slow", "deep", "still", "channel", "bank", "weir", "lock", "pool", "flow")
 STOP_TIMEOUT_S = 20.0
@@ -89,27 +90,30 @@ def _server(args: argparse.Namespace, err: Console) -> Iterator[str]:
     if args.url:
         yield args.url.rstrip("/")
         return
-    config, _ = read_settings(args)
-    command = [sys.executable, "-m", "forebay.server.cli", "serve", *setting_arguments(args), "--port", "0"]
-    command += ["--set", "server.access_log=false"]
-    for name in ("max_sequences", "decoder_tokens"):  # each running stream takes one of both
-        if getattr(config.engine, name) < args.streams:
-            command += ["--set", f"engine.{name}={args.streams}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.readline()
-            url = first.rpartition(" at ")[2].strip()
-            if not url.startswith("http"):
-                raise BenchError("the server did not start; the line above says why")
-            err.print(f"measuring {url}", style="dim", markup=False)
-            yield url
-        finally:
-            process.send_signal(signal.SIGTERM)
+    config, origins = read_settings(args)
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "forebay.server.cli", "serve", *setting_arguments(args), "--port", "0"]
+        command += ["--set", "server.access_log=false"]
+        for name in ("max_sequences", "decoder_tokens"):  # each running stream takes one of both
+            if getattr(config.engine, name) < args.streams:
+                command += ["--set", f"engine.{name}={args.streams}"]
+        if origins["cache.dir"] == "default":  # prompts nobody will send again do not belong among the user's
+            command += ["--set", f"cache.dir={stack.enter_context(scratch(config))}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                assert process.stdout is not None
+                first = process.stdout.readline()
+                url = first.rpartition(" at ")[2].strip()
+                if not url.startswith("http"):
+                    raise BenchError("the server did not start; the line above says why")
+                err.print(f"measuring {url}", style="dim", markup=False)
+                yield url
+            finally:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 async def _run(args: argparse.Namespace, url: str, err: Console) -> dict[str, list[Phase]]:

@@ -30,13 +30,14 @@ import uvicorn
 import uvloop
 
 from forebay import __version__
+from forebay.engine.tiers import EMBEDDED, TierOptions, ssd_budget
 from forebay.model.errors import ConfigError, ForebayError
 from forebay.server.app import create_app
 from forebay.server.cli import read_settings
-from forebay.server.config import Config
+from forebay.server.config import Config, hide_passwords, tier_options
 from forebay.server.limits import ServerOptions
 from forebay.server.loading import Gate
-from forebay.server.terminal import LoadProgress, consoles
+from forebay.server.terminal import LoadProgress, consoles, size
 from forebay.server.wire import uvicorn_config
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         aging_s=engine.aging_s,
         kv_tokens=kv_tokens,
         prefix_reuse=cache.prefix_reuse,
+        replay=cache.replay,
+        max_lineage=cache.max_lineage,
         weight_cache_bytes=engine.weight_cache_bytes,
         batch_invariant=engine.batch_invariant,
         default_effort=engine.default_effort,
@@ -146,12 +149,24 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
             prefill=engine.prefill,
             options=options,
             progress=progress,
+            tiers=tier_options(config),
         )
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
         text = "there is not enough memory for the model and its KV; lower cache.kv_tokens or engine.max_sequences, see `forebay check`"
         raise ConfigError(text) from None
+
+
+def describe_tiers(options: TierOptions) -> str:
+    """Where KV goes beyond the device, in a line."""
+    if options.dir is None:
+        ssd = "no SSD store"
+    else:
+        ssd = f"SSD {options.dir} (budget {size(ssd_budget(options.dir, options.ssd_bytes))}, {options.ssd_ttl_s / 3600:g} h)"
+    if options.redis_url is None:
+        return f"{ssd}, no Redis"
+    return f"{ssd}, Redis {options.redis_url if options.redis_url == EMBEDDED else hide_passwords(options.redis_url)}"
 
 
 def own_command() -> str:
@@ -261,6 +276,7 @@ class Service:
         lines = [
             f"Forebay {__version__} serves {client.model_name} at {url}",
             f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
+            f"  kv {client.engine.manager.capacity_tokens:,} tokens in memory, {describe_tiers(tier_options(self._config))}",
             "Try it:",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             f"  {own_command()} chat --url {url} --max-tokens 64",

@@ -20,6 +20,7 @@ def test_real_model_costs_890_bytes_per_token_as_allocated() -> None:
     assert sum(p.numel() * p.element_size() for p in planes) == 3 * 113_920
     assert (pool.data[0].numel(), 128) == (layout.block_bytes, layout.block_tokens)
     assert layout.bytes_per_token == 890
+    assert (layout.layers, layout.encoder_layers) == (40, 20)
     assert isinstance(layout.bytes_per_token, int)
     # Entries of 288 + 68 bytes, 64 per block for layers 2, 8, 14 and 128 for layer 20.
     assert layout.entry_bytes == 356

@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from forebay.cache.blocks import CacheBookkeepingError
-from forebay.cache.manager import CacheManager, SequenceCache
+from forebay.cache.manager import CacheManager, Offer, Policy, SequenceCache
 from forebay.cache.prefix import ImageSpan
+from forebay.cache.replay import Geometry, KnownWindow, ResumePlan
 
 MakeManager = Callable[..., CacheManager]
 
@@ -31,6 +33,17 @@ def opened(manager: CacheManager, tokens: Sequence[int]) -> SequenceCache:
     seq = manager.sequence()
     assert manager.open(seq, tokens) is not None
     return seq
+
+
+def commit(manager: CacheManager, seq: SequenceCache, tokens: Sequence[int], upto: int) -> list[int]:
+    """Commit; what it says of every block that it caches is so. Returns these."""
+    committed = manager.commit(seq, tokens, upto)
+    assert seq.plan is not None
+    for each in committed:
+        assert each.block == seq.table[each.depth] == manager.index.find(each.key)
+        assert each.key == manager_keys(manager, tokens)[each.depth]
+        assert each.lineage == manager.index.lineage(each.block) == seq.plan.lineage
+    return [each.block for each in committed]
 
 
 def test_open_takes_the_whole_prompt_and_one_block(make_manager: MakeManager) -> None:
@@ -81,7 +94,7 @@ def test_a_hit_of_one_window_is_not_adopted(make_manager: MakeManager) -> None:
     assert not set(seq.table) & set(manager.index.match(manager_keys(manager, prompt(3 * W))))
     assert (manager.stats().hits, manager.stats().misses) == (0, 2 + 2)
     # Its own first block stays private, the rest continues the cached chain.
-    assert manager.commit(seq, [*prompt(W), *prompt(2 * W, 700)], 3 * W) == seq.table[1:3]
+    assert commit(manager, seq, [*prompt(W), *prompt(2 * W, 700)], 3 * W) == seq.table[1:3]
     manager.check([seq])
 
 
@@ -181,9 +194,9 @@ def test_identical_sequences_side_by_side_keep_their_own_blocks(make_manager: Ma
     tokens = prompt(4 * W)
     one, two = opened(manager, tokens), opened(manager, tokens)
     tables = list(one.table), list(two.table)
-    assert manager.commit(one, tokens, 2 * W) == one.table[:2]
-    assert manager.commit(two, tokens, 4 * W) == two.table[2:4]
-    assert manager.commit(one, tokens, 4 * W) == []
+    assert commit(manager, one, tokens, 2 * W) == one.table[:2]
+    assert commit(manager, two, tokens, 4 * W) == two.table[2:4]
+    assert commit(manager, one, tokens, 4 * W) == []
     assert (one.table, two.table) == tables
     manager.check([one, two])
     manager.release(one)
@@ -217,7 +230,7 @@ def test_a_private_twin_is_cached_after_the_first_copy_was_evicted(make_manager:
     manager.release(one)
     assert manager.ensure(two, 8 * W)  # needs every block, so the cached first copy goes
     assert len(manager.index) == 0
-    assert manager.commit(two, tokens, 2 * W) == two.table[:2]
+    assert commit(manager, two, tokens, 2 * W) == two.table[:2]
     manager.check([two])
 
 
@@ -426,3 +439,409 @@ def test_poison_fills_whatever_is_handed_out(make_manager: MakeManager) -> None:
         manager.commit(seq, tokens, 2 * W)
         manager.release(seq)
         seq = opened(manager, prompt(3 * W, start=500))  # its memory comes from free blocks and from evicted ones
+
+
+# Plans
+
+
+EXACT = Policy("exact", "exact", 0)
+
+
+def test_the_geometry_is_the_layouts(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    layout = manager.layout
+    assert manager.geometry == Geometry(W, W, layout.encoder_layers, 4 - layout.encoder_layers)
+
+
+def test_the_prompt_and_not_what_was_generated_anchors_the_decoder_half(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(5 * W)
+    run(manager, tokens)
+    seq = manager.sequence()
+    plan = manager.open(seq, tokens, prompt_tokens=3 * W + 2)
+    assert plan is not None
+    assert (plan.resume, plan.decoder_from) == (3 * W, 2 * W + 2)
+    assert len(seq.table) == 6
+
+
+def test_policies_reach_the_plan(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=60)
+    tokens = prompt(7 * W + 4)
+    run(manager, tokens)
+    window = KnownWindow(6 * W, "live", decoder_floor=0)
+    found = []
+    for policy in (Policy(), Policy(replay="exact"), EXACT):
+        for windows in ((), (window,)):
+            seq = manager.sequence()
+            plan = manager.open(seq, tokens, policy=policy, offer=Offer(windows=windows))
+            assert plan is not None
+            found.append((plan.resume, plan.start, plan.origin, plan.faithful))
+            manager.release(seq)
+    encoder = manager.geometry.encoder_layers
+    assert encoder == 3
+    anchor = 6 * W + 4
+    assert found == [
+        (7 * W, 6 * W, "replay", False),
+        (7 * W, 6 * W, "live", True),
+        (7 * W, anchor - encoder * (W - 1), "replay", True),
+        (7 * W, 6 * W, "live", True),
+        (7 * W, 7 * W - 4 * (W - 1), "replay", True),
+        (7 * W, 6 * W, "live", True),
+    ]
+
+
+def test_lineage_is_counted_through_resumes_and_can_be_refused(make_manager: MakeManager) -> None:
+    """Each turn adopts what the last one left and replays: one more behind its own blocks."""
+    manager = make_manager(blocks=60)
+    tokens: list[int] = []
+    for turn in range(4):
+        tokens += prompt(3 * W, 100 * turn)
+        seq = manager.sequence()
+        plan = manager.open(seq, tokens)
+        assert plan is not None
+        assert (plan.resume, plan.lineage) == (3 * W * turn, turn)
+        assert [c.lineage for c in manager.commit(seq, tokens, len(tokens))] == [turn] * 3
+        manager.release(seq)
+    for most, resume in ((0, 3 * W), (1, 6 * W), (2, 9 * W), (3, 11 * W), (None, 11 * W)):
+        seq = manager.sequence()
+        plan = manager.open(seq, tokens, policy=Policy(max_lineage=most))
+        assert plan is not None
+        assert plan.resume == resume
+        assert plan.lineage == (4 if most is None else most + 1)
+        manager.release(seq)
+    manager.check([])
+
+
+def test_better_blocks_take_the_place_of_replayed_ones(make_manager: MakeManager) -> None:
+    """The users of the old ones keep them to the end, as private blocks; what comes later adopts the better ones."""
+    manager = make_manager(blocks=60)
+    tokens = prompt(6 * W)
+    run(manager, tokens[: 2 * W + 1])
+    replayed = opened(manager, tokens)
+    assert replayed.plan is not None
+    assert replayed.plan.lineage == 1
+    old = commit(manager, replayed, tokens, 6 * W)
+    assert len(old) == 4
+    reader = manager.sequence()
+    assert manager.open(reader, [*tokens, 999]) is not None
+    assert reader.table[2:6] == old
+    cold = manager.sequence()
+    assert manager.open(cold, tokens, reuse=False) is not None
+    better = commit(manager, cold, tokens, 4 * W)
+    assert better == cold.table[2:4]  # the first two are as good as cached
+    manager.check([replayed, reader, cold])
+    assert manager.index.match(manager_keys(manager, tokens)) == [*replayed.table[:2], *better, *old[2:]]
+    assert reader.table[2:6] == old
+    assert [serial == 0 for serial in manager.contents(reader)] == [False, False, True, True, False, False]
+    late = manager.sequence()
+    plan = manager.open(late, [*tokens, 998])
+    assert plan is not None
+    assert plan.lineage == 2, "blocks 4 and 5 still have a replay behind them"
+    for seq in (replayed, cold, reader, late):
+        manager.release(seq)
+        manager.check([s for s in (replayed, cold, reader, late) if s.is_open])
+    assert manager.stats().used == 0
+    assert manager.stats().indexed == 6
+
+
+# Blocks and windows on offer
+
+
+def block_bytes(manager: CacheManager, value: int) -> torch.Tensor:
+    return torch.full((manager.layout.block_bytes,), value, dtype=torch.uint8)
+
+
+def offered(
+    manager: CacheManager, tokens: Sequence[int], blocks: int, start: int = 0, lineage: int = 0, policy: Policy | None = None
+) -> SequenceCache:
+    seq = manager.sequence()
+    assert manager.open(seq, tokens, offer=Offer(start, [lineage] * blocks), policy=policy or Policy()) is not None
+    return seq
+
+
+def test_what_is_on_offer_is_admitted_with_memory_and_loaded(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(6 * W + 3)
+    seq = offered(manager, tokens, 5)
+    assert seq.plan is not None
+    assert (seq.plan.resume, seq.loading, len(seq.table)) == (5 * W, range(5), 8)
+    assert manager.writable_from(seq) == 0
+    with pytest.raises(CacheBookkeepingError, match="still to be loaded"):
+        manager.commit(seq, tokens, 6 * W)
+    for number in range(5):
+        assert seq.loading == range(number, 5)
+        manager.load(seq, [(number, block_bytes(manager, number + 1), 0)])
+        manager.check([seq])
+        assert manager.writable_from(seq) == (number + 1) * W
+    assert not seq.loading
+    assert [int(manager.pool.data[block].unique()) for block in seq.table[:5]] == [1, 2, 3, 4, 5]
+    assert manager.index.match(seq.chain.keys) == seq.table[:5]
+    assert seq.from_ssd == set(seq.chain.keys[:5])
+    assert seq.own_from == 5
+    # What follows is its own.
+    assert commit(manager, seq, tokens, len(tokens)) == seq.table[5:6]
+    manager.release(seq)
+    assert run(manager, tokens) == 6 * W
+
+
+def test_an_offer_continues_what_the_device_has(make_manager: MakeManager) -> None:
+    """Found out a while ago: by now the device may have more of it, or too little for the rest to follow."""
+    cases = ((2, 2, 3, 5), (3, 2, 3, 5), (6, 2, 3, 6), (2, 3, 2, 2), (2, 0, 5, 5), (0, 0, 5, 5), (2, 2, 0, 2), (3, 0, 2, 3))
+    for held, start, count, resume in cases:
+        manager = make_manager(blocks=40)
+        tokens = prompt(6 * W + 3)
+        if held:
+            run(manager, tokens[: held * W])
+        seq = offered(manager, tokens, count, start)
+        assert seq.plan is not None
+        assert seq.plan.resume == resume * W, (held, start, count)
+        assert seq.loading == range(held, max(held, resume)) or not seq.loading
+        assert seq.loading.stop - seq.loading.start == resume - held
+        assert manager.writable_from(seq) == held * W
+        assert manager.stats().hits == held
+        manager.load(seq, [(n, block_bytes(manager, n), 0) for n in seq.loading])
+        manager.check([seq])
+        manager.release(seq)
+        manager.check([])
+
+
+def test_an_offer_leaves_a_token_to_compute_and_obeys_the_policy(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(4 * W)
+    seq = offered(manager, tokens, 4)
+    assert (seq.plan.resume if seq.plan else None, seq.loading) == (3 * W, range(3))
+    short = manager.sequence()
+    plan = manager.open(short, tokens, at_most=2 * W, offer=Offer(0, [0] * 4))
+    assert plan is not None
+    assert plan.resume == 2 * W
+    unwanted = manager.sequence()
+    assert manager.open(unwanted, tokens, reuse=False, offer=Offer(0, [0] * 4)) is not None
+    assert not unwanted.loading
+    picky = manager.sequence()
+    plan = manager.open(picky, tokens, policy=Policy(max_lineage=1), offer=Offer(0, [1, 1, 2, 0]))
+    assert plan is not None
+    assert (plan.resume, plan.lineage) == (2 * W, 2)
+    one = manager.sequence()
+    plan = manager.open(one, tokens, offer=Offer(0, [0]))  # not worth a replay
+    assert plan is not None
+    assert (plan.resume, one.loading) == (0, range(0))
+    manager.check([seq, short, unwanted, picky, one])
+
+
+def test_offered_lineages_count(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(5 * W + 1)
+    run(manager, tokens[: 2 * W])
+    seq = manager.sequence()
+    plan = manager.open(seq, tokens, offer=Offer(2, [0, 3, 1]))
+    assert plan is not None
+    assert (plan.resume, plan.lineage) == (5 * W, 4)
+    manager.load(seq, [(n, block_bytes(manager, n), lineage) for n, lineage in zip(range(2, 5), (0, 3, 1), strict=True)])
+    assert [manager.index.lineage(block) for block in seq.table[:5]] == [0, 0, 0, 3, 1]
+
+
+def test_no_room_for_an_offer_changes_nothing(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=8)
+    other = opened(manager, prompt(3 * W, 500))
+    before = manager.stats()
+    seq = manager.sequence()
+    assert manager.open(seq, prompt(6 * W), offer=Offer(0, [0] * 5)) is None
+    assert manager.stats() == before
+    assert (seq.table, seq.loading, seq.own_from, seq.is_open) == ([], range(0), None, False)
+    manager.check([other])
+
+
+def test_blocks_are_loaded_in_order(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    seq = offered(manager, prompt(6 * W), 5)
+    for wrong in (1, 4, 5, -1):
+        with pytest.raises(CacheBookkeepingError, match="the next one is 0"):
+            manager.load(seq, [(wrong, block_bytes(manager, 1), 0)])
+    manager.load(seq, [(0, block_bytes(manager, 1), 0), (1, block_bytes(manager, 2), 0)])
+    with pytest.raises(CacheBookkeepingError, match="the next one is 2"):
+        manager.load(seq, [(1, block_bytes(manager, 2), 0)])
+    assert seq.loading == range(2, 5)
+    manager.check([seq])
+    manager.release(seq)
+    with pytest.raises(CacheBookkeepingError, match="not open"):
+        manager.load(seq, [(2, block_bytes(manager, 3), 0)])
+
+
+def test_a_block_cached_meanwhile_is_shared(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(6 * W)
+    one, two = offered(manager, tokens, 5), offered(manager, tokens, 5)
+    manager.load(one, [(n, block_bytes(manager, n + 1), 0) for n in range(3)])
+    mine = list(two.table)
+    free = manager.stats().free
+    manager.load(two, [(n, block_bytes(manager, 99), 0) for n in range(4)])
+    manager.check([one, two])
+    assert two.table[:3] == one.table[:3]
+    assert two.table[3:] == mine[3:]
+    assert manager.stats().free == free + 3  # its own memory for them was given back
+    assert [int(manager.pool.data[block].unique()) for block in two.table[:4]] == [1, 2, 3, 99]
+    assert two.from_ssd == set(two.chain.keys[:4])
+    manager.load(one, [(3, block_bytes(manager, 5), 0), (4, block_bytes(manager, 5), 0)])
+    assert one.table[3] == two.table[3]
+    for seq in (one, two):
+        manager.release(seq)
+    manager.check([])
+    assert manager.stats().indexed == 5
+
+
+@pytest.mark.parametrize(("cached", "loaded", "shared"), [(1, 0, False), (1, 1, True), (1, 2, True), (0, 0, True)])
+def test_a_loaded_block_replaces_one_with_more_replays_behind_it(
+    make_manager: MakeManager, cached: int, loaded: int, shared: bool
+) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(4 * W)
+    computing = opened(manager, tokens)
+    assert computing.plan is not None
+    computing.plan = ResumePlan(0, 0, 0, 3 * W, 3 * W, lineage=cached)
+    seq = offered(manager, tokens, 3, lineage=loaded)
+    manager.commit(computing, tokens, 2 * W)
+    manager.load(seq, [(n, block_bytes(manager, 77), loaded) for n in range(3)])
+    manager.check([computing, seq])
+    assert (seq.table[:2] == computing.table[:2]) == shared
+    best = manager.index.match(seq.chain.keys)
+    assert best == seq.table[:3]
+    assert [manager.index.lineage(block) for block in best] == [min(cached, loaded)] * 2 + [loaded]
+    for each in (computing, seq):
+        manager.release(each)
+        manager.check([s for s in (computing, seq) if s.is_open])
+
+
+def test_loading_goes_on_after_the_cache_was_cleared(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=40)
+    tokens = prompt(6 * W)
+    seq = offered(manager, tokens, 5)
+    manager.load(seq, [(0, block_bytes(manager, 1), 0), (1, block_bytes(manager, 2), 0)])
+    manager.clear()
+    manager.check([seq])
+    manager.load(seq, [(n, block_bytes(manager, n + 1), 0) for n in (2, 3, 4)])
+    manager.check([seq])
+    assert manager.stats().indexed == 0
+    assert manager.contents(seq) == (0,) * 5
+    assert [int(manager.pool.data[block].unique()) for block in seq.table[:5]] == [1, 2, 3, 4, 5]
+    # They are the sequence's own all the same, and cached again with what it computes.
+    assert [c.depth for c in manager.commit(seq, tokens, 6 * W)] == [0, 1, 2, 3, 4, 5]
+    manager.check([seq])
+    manager.release(seq)
+    assert run(manager, tokens) == 5 * W
+
+
+@pytest.mark.parametrize("came", [0, 1, 3])
+def test_a_load_that_fails_keeps_what_came(make_manager: MakeManager, came: int) -> None:
+    """The sequence is released and opened again on what is there."""
+    manager = make_manager()
+    tokens = prompt(6 * W)
+    seq = offered(manager, tokens, 5)
+    manager.load(seq, [(n, block_bytes(manager, n), 0) for n in range(came)])
+    manager.release(seq)
+    manager.check([])
+    assert manager.stats().indexed == came
+    plan = manager.open(seq, tokens)
+    assert plan is not None
+    assert plan.resume == (came * W if came > 1 else 0)
+    assert not seq.loading
+    manager.check([seq])
+
+
+# Going on where it was
+
+
+def test_reopen_gives_back_the_very_blocks(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=20)
+    tokens = prompt(3 * W + 2)
+    seq = opened(manager, tokens)
+    manager.commit(seq, tokens, len(tokens))
+    table, contents, plan = list(seq.table), manager.contents(seq), seq.plan
+    assert plan is not None
+    manager.release(seq)
+    longer = [*tokens, *prompt(2 * W, 300)]
+    assert manager.reopen(seq, longer, contents, plan) is True
+    manager.check([seq])
+    assert seq.table[:3] == table[:3]
+    assert len(seq.table) == 7
+    assert seq.plan == plan
+    assert (manager.writable_from(seq), seq.own_from) == (3 * W, 0)
+    with pytest.raises(CacheBookkeepingError, match="open already"):
+        manager.reopen(seq, longer, contents, plan)
+    manager.commit(seq, longer, 5 * W)
+    manager.release(seq, keep=False)
+    assert manager.stats().indexed == 0
+
+
+def test_reopen_needs_no_hit_that_a_newcomer_would_adopt(make_manager: MakeManager) -> None:
+    manager = make_manager()
+    tokens = prompt(W + 3)
+    seq = opened(manager, tokens)
+    manager.commit(seq, tokens, len(tokens))
+    contents, plan = manager.contents(seq), seq.plan
+    assert plan is not None
+    manager.release(seq)
+    assert manager.reopen(seq, tokens, contents, plan)
+    assert manager.writable_from(seq) == W
+
+
+def test_reopen_is_refused_when_the_contents_are_gone_or_others(make_manager: MakeManager) -> None:
+    manager = make_manager(blocks=12, windows=2)
+    tokens = prompt(3 * W + 2)
+
+    def leave() -> tuple[SequenceCache, tuple[int, ...], ResumePlan]:
+        seq = opened(manager, tokens)
+        manager.commit(seq, tokens, len(tokens))
+        contents, plan = manager.contents(seq), seq.plan
+        assert plan is not None
+        manager.release(seq)
+        return seq, contents, plan
+
+    seq, contents, plan = leave()
+    manager.index.evict(1)
+    before = manager.stats()
+    assert manager.reopen(seq, tokens, contents, plan) is False
+    assert manager.stats() == before
+    assert not seq.is_open
+    run(manager, tokens)  # the same tokens again, in other bytes
+    assert manager.reopen(seq, tokens, contents, plan) is False
+    # Better ones in the place of one of them.
+    manager.clear()
+    seq, contents, plan = leave()
+    node = manager.index._by_key[seq.chain.keys[1]]
+    node.lineage = 1
+    cold = manager.sequence()
+    assert manager.open(cold, tokens, reuse=False) is not None
+    manager.commit(cold, tokens, 2 * W)
+    manager.release(cold)
+    assert manager.reopen(seq, tokens, contents, plan) is False
+    manager.check([])
+    # No room is another matter: it may come.
+    manager.clear()
+    seq, contents, plan = leave()
+    others = [opened(manager, prompt(3 * W, 100 * i)) for i in (5, 6)]
+    before = manager.stats()
+    assert manager.reopen(seq, tokens, contents, plan) is None
+    assert manager.stats() == before
+    manager.release(others[0])
+    assert manager.reopen(seq, tokens, contents, plan) is True
+    manager.check([seq, others[1]])
+
+
+def test_one_that_goes_on_with_anothers_blocks_forgets_only_its_own(make_manager: MakeManager) -> None:
+    """A choice that took over its leader's prompt: what it cannot be trusted with is what it computed itself."""
+    manager = make_manager()
+    tokens = prompt(3 * W + 2)
+    leader = opened(manager, tokens)
+    manager.commit(leader, tokens, len(tokens))
+    contents, plan = manager.contents(leader), leader.plan
+    assert plan is not None
+    follower = manager.sequence()
+    assert manager.reopen(follower, tokens, contents, plan) is True
+    manager.check([leader, follower])
+    longer = [*tokens, *prompt(2 * W, 700)]
+    assert manager.ensure(follower, len(longer))
+    assert len(manager.commit(follower, longer, 5 * W)) == 2
+    manager.release(leader)
+    manager.release(follower, keep=False)
+    manager.check([])
+    assert len(manager.index.match(manager_keys(manager, longer))) == 3

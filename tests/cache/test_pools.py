@@ -14,8 +14,8 @@ from forebay.model.config import ModelConfig
 from forebay.model.errors import ConfigError
 
 LAYOUT = KVLayout(
-    block_tokens=1, window=1, layers=1, head_dim=32, index_head_dim=32, sources=(), block_bytes=4, entry_bytes=4, window_row_bytes=33,
-    gated=(), open_rows=0,
+    block_tokens=1, window=1, layers=1, encoder_layers=1, head_dim=32, index_head_dim=32, sources=(), block_bytes=4, entry_bytes=4,
+    window_row_bytes=33, gated=(), open_rows=0,
 )  # fmt: skip
 
 
@@ -106,6 +106,24 @@ def test_window_rows_are_codes_then_scales(tiny: ModelConfig) -> None:
     windows.scales[1, 2, 5] = 9
     assert windows.data[1, 2, 5].tolist() == [7] * 32 + [9]
     assert windows.data.long().sum() == 7 * 32 + 9
+
+
+def test_a_window_is_copied_and_loaded_by_halves(tiny: ModelConfig) -> None:
+    layout = KVLayout.of(tiny)
+    windows, cut = WindowPool(layout, tiny, 4), layout.encoder_layers
+    assert 0 < cut < layout.layers
+    windows.data[1] = torch.arange(windows.data[1].numel(), dtype=torch.int64).view(windows.data[1].shape).to(torch.uint8)
+    kept = windows.copy(1)
+    assert torch.equal(kept, windows.data[1])
+    windows.data[1] = 7
+    assert not torch.equal(kept, windows.data[1]), "a copy, not a view"
+    windows.load(2, kept[:cut], kept[cut:])
+    assert torch.equal(windows.data[2], kept)
+    windows.poison(3)
+    windows.load(3, kept[:cut])
+    assert torch.equal(windows.data[3, :cut], kept[:cut])
+    assert (windows.data[3, cut:] == 0xFF).all()
+    assert not windows.data[0].any()
 
 
 def test_windows_refuse_another_models_layout(tiny: ModelConfig) -> None:

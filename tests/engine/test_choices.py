@@ -48,7 +48,7 @@ def test_the_prompt_is_computed_once() -> None:
     assert stop() == 200
     assert [o.tiers.compute for o in many] == [200, 0, 0, 0, 0, 0]
     assert [o.tiers.hbm for o in many] == [0, 200, 200, 200, 200, 200]
-    assert {o.tiers.window for o in many[1:]} == {"hbm"}
+    assert {o.tiers.window for o in many[1:]} == {"live"}
 
 
 def test_choices_with_prompt_logprobs_and_one_token() -> None:

@@ -76,12 +76,12 @@ def test_logit_bias_and_allowed_ids_reach_the_sampler() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_logprobs_are_those_of_the_exact_logits(temperature: float) -> None:
-    """Of one forward pass over prompt and output; equal index scores are told apart over the width of the prompt, so it must be known."""
+    """Of one forward pass over prompt and output."""
     llm = fresh(tiny("exact"))
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=5, ignore_eos=True, logprobs=3, logit_bias={90: 2.0})
     (output,) = llm.generate(prompt(19), params)
     everything = output.prompt_ids + output.token_ids
-    with Hand(llm, everything, prompt_tokens=19) as hand:
+    with Hand(llm, everything) as hand:
         table = hand.feed(0, len(everything)).log_softmax(-1)
     assert output.logprobs is not None
     for place, (token, entry) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
@@ -94,7 +94,8 @@ def test_prompt_logprobs_are_exact_and_do_not_depend_on_the_generation() -> None
     """Also where bounded prefill is the rule, in chunks, beside others, and for prompts longer than what is scored at once."""
     llm = fresh(tiny("bounded", encoder_tokens=33))
     ids = prompt(100)
-    table = llm.score(ids).log_softmax(-1)
+    with Hand(llm, ids) as hand:
+        table = hand.feed(0, 100).log_softmax(-1)
     sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=7, ignore_eos=True, prompt_logprobs=2)
     greedy_one, drawn, _ = llm.generate([ids, ids, prompt(40, 2)], [greedy(1, prompt_logprobs=2), sampled, greedy(9)])
     assert greedy_one.prompt_logprobs == drawn.prompt_logprobs

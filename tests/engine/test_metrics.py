@@ -66,6 +66,12 @@ ARCHITECTURE = [
     "forebay_prefix_queries_total",
     "forebay_prefix_hits_total",
     "forebay_kv_evictions_total",
+    "forebay_kv_bytes",
+    "forebay_kv_loads_total",
+    "forebay_kv_stores_total",
+    "forebay_kv_expired_total",
+    "forebay_kv_corruptions_total",
+    "forebay_window_resumes_total",
     "process_resident_memory_bytes",
     "process_open_fds",
 ]
@@ -80,7 +86,7 @@ def test_every_series_exists_at_zero() -> None:
     assert set(ours.values()) == {0.0}
     for reason in ("stop", "length", "tool_calls", "abort", "error", "other"):
         assert get(samples, "requests_finished_total", reason=reason) == 0
-    for group, tiers in (("global", ("hbm", "ssd", "compute")), ("window", ("hbm", "swa", "replay"))):
+    for group, tiers in (("global", ("hbm", "ssd", "compute")), ("window", ("live", "swa", "replay"))):
         found = [dict(labels) for name, labels in samples if name == "forebay_kv_tokens_total"]
         assert {labels["tier"] for labels in found if labels["group"] == group} == set(tiers)
     assert get(samples, "http_requests_total", route="/v1/chat/completions", status="503") == 0
@@ -159,7 +165,7 @@ def test_tiers_of_one_request() -> None:
     assert [get(s, f"prefix_{what}_total", tier=t) for t in ("hbm", "ssd") for what in ("queries", "hits")] == [1000, 600, 400, 200]
     assert [get(s, "kv_tokens_total", group="global", tier=t) for t in ("hbm", "ssd", "compute")] == [600, 200, 200]
     assert get(s, "kv_tokens_total", group="window", tier="swa") == 128
-    assert get(s, "window_resumes_total", tier="swa") == 1
+    assert [get(s, "window_resumes_total", tier=t) for t in ("live", "swa", "replay")] == [0, 1, 0]
     assert get(s, "errors_total", kind="accounting") == 0
     without = fresh()
     without.request_finished("stop", Usage(1000, 1, 0, 600), TierCounts(hbm=600, compute=400, window="replay", replayed=128), 1.0)
@@ -172,7 +178,7 @@ def test_tiers_of_one_request() -> None:
 def test_sums_agree_over_random_lives() -> None:
     """Engine totals and per-request totals are the same number, aborted and never-started requests included."""
     rng, m = random.Random(0), fresh(ssd=True)
-    billed_prompt = billed_output = hits = aborted = 0
+    billed_prompt = billed_output = hits = aborted = resumed = 0
     for n in range(2000):
         m.request_queued()
         reason = rng.choice(module.FINISH_REASONS)
@@ -184,14 +190,16 @@ def test_sums_agree_over_random_lives() -> None:
         output = rng.randrange(1, 50)
         for _ in range(output):
             m.step(0.001, "decode", 0, 1, 1, 1)
-        window = rng.choice(("none", "replay", "swa", "hbm"))
+        window = rng.choice(("live", "swa", "replay")) if hbm + ssd else "none"
         replayed = 128 if window == "replay" else 0
         prompt = hbm + ssd + compute
         m.request_finished(reason, Usage(prompt, output, 0, hbm + ssd), TierCounts(hbm, ssd, compute, window, replayed), 1.0)  # type: ignore[arg-type]
         billed_prompt, billed_output, hits = billed_prompt + prompt, billed_output + output, hits + hbm
         aborted += reason == "abort"
+        resumed += hbm + ssd > 0
     s = read(m)
     by_tier = total(s, "kv_tokens_total", group="global")
+    assert total(s, "window_resumes_total") == total(s, "lineage_resumes_total") == resumed
     assert get(s, "prompt_tokens_total") == by_tier == get(s, "request_prompt_tokens_sum") == billed_prompt
     assert get(s, "generated_tokens_total") == get(s, "request_generated_tokens_sum") == billed_output
     assert total(s, "requests_finished_total") == get(s, "requests_queued_total") == get(s, "e2e_seconds_count") == 2000
@@ -205,7 +213,7 @@ def test_probes_do_not_reset_a_ratio() -> None:
     """The hit ratio of interleaved traffic is the true one because it is a quotient of two counters."""
     m = fresh()
     for _ in range(50):
-        m.request_finished("stop", Usage(1000, 1, 0, 900), TierCounts(hbm=900, compute=100, window="hbm"), 1.0)
+        m.request_finished("stop", Usage(1000, 1, 0, 900), TierCounts(hbm=900, compute=100, window="live"), 1.0)
         m.request_finished("length", Usage(5, 1, 0, 0), TierCounts(compute=5), 1.0)
     s = read(m)
     assert get(s, "prefix_hits_total", tier="hbm") / get(s, "prefix_queries_total", tier="hbm") == 900 / 1005
@@ -217,10 +225,13 @@ def test_probes_do_not_reset_a_ratio() -> None:
     ("reason", "usage", "tiers", "wrong"),
     [
         ("stop", Usage(10, 1, 0, 0), TierCounts(compute=9), True),
-        ("stop", Usage(10, 1, 0, 4), TierCounts(hbm=5, compute=5), True),
+        ("stop", Usage(10, 1, 0, 4), TierCounts(hbm=5, compute=5, window="live"), True),
+        ("stop", Usage(10, 1, 0, 5), TierCounts(hbm=5, compute=5), True),
+        ("stop", Usage(10, 1, 0, 0), TierCounts(compute=10, window="swa"), True),
+        ("stop", Usage(10, 1, 0, 5), TierCounts(ssd=5, compute=5, window="elsewhere"), True),  # type: ignore[arg-type]
         ("abort", Usage(10, 0, 0, 0), TierCounts(compute=11), True),
         ("abort", Usage(10, 0, 0, 0), TierCounts(compute=4), False),
-        ("stop", Usage(10, 1, 0, 5), TierCounts(hbm=5, compute=5), False),
+        ("stop", Usage(10, 1, 0, 5), TierCounts(hbm=5, compute=5, window="live"), False),
     ],
 )
 def test_counts_that_disagree_are_counted_themselves(reason: str, usage: Usage, tiers: TierCounts, wrong: bool) -> None:
@@ -284,12 +295,12 @@ def test_usage_stays_between_zero_and_one() -> None:
         held = rng.randrange(0, slots + 1)
         bad = step % 97 == 0
         m.pools(size - used - cached, -3 if bad else used, cached, size, slots + 5 if bad else held, slots)
-        shown = {sample.name: sample.value for metric in registry.collect() for sample in metric.samples}
-        assert len(shown) == 2
+        shown = {(s.name, s.labels.get("tier")): s.value for metric in registry.collect() for s in metric.samples}
+        assert len(shown) == 3
         assert all(0.0 <= v <= 1.0 for v in shown.values())
         if not bad:
-            assert shown["forebay_kv_usage_ratio"] == (used / size if size else 0.0)
-            assert shown["forebay_window_usage_ratio"] == (held / slots if slots else 0.0)
+            assert shown["forebay_kv_usage_ratio", "hbm"] == (used / size if size else 0.0)
+            assert shown["forebay_window_usage_ratio", None] == (held / slots if slots else 0.0)
 
 
 def test_odd_values_raise_nothing_and_never_lower_a_counter() -> None:

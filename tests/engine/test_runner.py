@@ -153,12 +153,48 @@ def test_what_is_saved_is_put_back_byte_for_byte(opened: Opened) -> None:
     runner.blocks.poison([last])
     other = opened(prompt(3, 2))[1]
     assert other.cache.slot == slot
-    assert manager.open(sequence.cache, sequence.tokens, at_most=21) is not None
+    saved = sequence.saved
+    assert saved is not None
+    assert (saved.computed, saved.plan.resume, len(saved.contents)) == (21, 0, 2)
+    assert manager.reopen(sequence.cache, sequence.tokens, saved.contents, saved.plan)
     assert sequence.cache.slot != slot
     runner.restore(sequence)
     assert torch.equal(runner.windows.data[sequence.cache.slot], window)
     assert torch.equal(runner.windows.pending[sequence.cache.slot], pending)
     assert torch.equal(runner.blocks.data[sequence.cache.table[2]], block)
+
+
+def test_windows_are_copied_where_the_sequence_wants_them_and_a_row_passes(opened: Opened) -> None:
+    (sequence,) = opened(prompt(40, 1))
+    runner = tiny().engine.runner
+    sequence.copy_at = [8, 16, 32]
+    (span,) = runner.batch([Row(sequence, 0, 7, 0, 0, 0, 0, False)]).spans
+    assert list(span.captures) == []
+    assert sequence.copies == {}
+    (span,) = runner.batch([Row(sequence, 7, 16, 7, 0, 8, 8, False)]).spans
+    assert [(c.boundary, c.decoder) for c in span.captures] == [(8, False), (16, True)]
+    assert sequence.copies.keys() == {8, 16}
+    for capture in span.captures:
+        # What the pass writes is in the copy that the sequence keeps.
+        kept = sequence.copies[capture.boundary]
+        capture.codes[:] = 3
+        capture.scales[:] = 4
+        assert kept.shape == runner.windows.data[0].shape
+        assert (kept == torch.tensor([3] * 32 + [4], dtype=torch.uint8)).all()
+    (span,) = runner.batch([Row(sequence, 16, 40, 16, 0, 32, 32, True)]).spans
+    assert [(c.boundary, c.decoder) for c in span.captures] == [(32, False)]
+    (span,) = runner.batch([Row(sequence, 32, 40, 32, 0, 32, 32, True)]).spans
+    assert list(span.captures) == []
+
+
+def test_a_copy_holds_what_the_ring_held_before_the_step(opened: Opened) -> None:
+    (sequence,) = opened(prompt(20, 1))
+    runner = tiny().engine.runner
+    runner.windows.data[sequence.cache.slot] = 9
+    sequence.copy_at = [16]
+    runner.batch([Row(sequence, 10, 17, 10, 0, 0, 0, False)])
+    runner.windows.data[sequence.cache.slot] = 1
+    assert (sequence.copies[16] == 9).all()
 
 
 # The answer is the answer
@@ -244,6 +280,126 @@ def test_modes_agree_while_the_prompt_fits_a_window_and_differ_beyond() -> None:
     pairs = list(zip(LENGTHS, alone("bounded"), alone("exact"), strict=True))
     assert all(a.token_ids == b.token_ids for length, a, b in pairs if length <= WINDOW)
     assert any(a.token_ids != b.token_ids for length, a, b in pairs if length > WINDOW)
+
+
+# A resume that is exact gives the answer of a cold run
+
+
+@functools.cache
+def cold(mode: PrefillMode, ids: tuple[int, ...]) -> Output:
+    return fresh(tiny(mode, prefix_reuse=False)).generate(list(ids), greedy(COUNT, logprobs=2))[0]
+
+
+def as_cold(output: Output, mode: PrefillMode, hbm: int, replayed: int) -> None:
+    tiers = output.tiers
+    assert (tiers.hbm, tiers.window, tiers.replayed, tiers.lineage) == (hbm, "replay" if hbm else "none", replayed, 0)
+    assert tiers.hbm + tiers.compute == len(output.prompt_ids)
+    same(output, cold(mode, tuple(output.prompt_ids)))
+
+
+@pytest.mark.parametrize("encoder_tokens", [7, 64])
+@pytest.mark.parametrize("length", [48, 49, 53, 56, 60])
+def test_exact_replay_repeats_the_cold_answer(length: int, encoder_tokens: int) -> None:
+    """Prompts that end at every distance behind the resume point. Two encoder layers, a window less a token for each."""
+    llm = fresh(tiny("bounded", replay="exact", encoder_tokens=encoder_tokens))
+    ids, hit = prompt(length), (length - 1) // WINDOW * WINDOW
+    for hbm in (0, hit, hit):
+        (output,) = llm.generate(ids, greedy(COUNT, logprobs=2))
+        # Where less than a window is new, the rows that the decoder half wants begin before the hit ends.
+        as_cold(output, "bounded", hbm, 2 * (WINDOW - 1) + max(0, hit - (length - WINDOW)) if hbm else 0)
+
+
+@pytest.mark.parametrize("encoder_tokens", [7, 64])
+@pytest.mark.parametrize("length", [48, 49, 60])
+def test_an_exact_prefill_resumes_exactly(length: int, encoder_tokens: int) -> None:
+    """Whatever the engine's replay mode: both halves run over all four layers' windows again."""
+    for replay in ("bounded", "exact"):
+        llm = fresh(tiny("exact", replay=replay, encoder_tokens=encoder_tokens))
+        ids, hit = prompt(length), (length - 1) // WINDOW * WINDOW
+        for hbm in (0, hit):
+            (output,) = llm.generate(ids, greedy(COUNT, logprobs=2))
+            as_cold(output, "exact", hbm, 4 * (WINDOW - 1) if hbm else 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversation_is_the_same_with_and_without_its_cache(mode: PrefillMode) -> None:
+    """Each turn adopts what the turns before have left, prompts and answers, and no replay is ever behind it."""
+    llm = fresh(tiny(mode, replay="exact"))
+    ids, layers = prompt(37), 2 if mode == "bounded" else 4
+    for turn in range(4):
+        (output,) = llm.generate(ids, greedy(COUNT, logprobs=2))
+        known = len(ids) - 13 if turn else 0  # the last answer's last token was never computed
+        hbm = known // WINDOW * WINDOW
+        extra = max(0, hbm - (len(ids) - WINDOW)) if mode == "bounded" else 0
+        as_cold(output, mode, hbm, layers * (WINDOW - 1) + extra if hbm else 0)
+        ids = [*ids, *output.token_ids, *prompt(12, 70 + turn)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resumes_beside_each_other_and_under_preemption(mode: PrefillMode) -> None:
+    """Prompts that share beginnings arrive together, again and again, in a pool that does not hold them all."""
+    llm = fresh(tiny(mode, replay="exact", encoder_tokens=40, kv_tokens=40 * WINDOW))
+    shared = prompt(40)
+    prompts = [[*shared, *prompt(6 + 3 * i, 80 + i)] for i in range(4)] + [shared]
+    resumed = 0
+    with preempting(llm, every=6):
+        for _ in range(3):
+            for output in llm.generate(prompts, greedy(COUNT, logprobs=2)):
+                resumed += output.tiers.window == "replay"
+                assert output.tiers.lineage == 0
+                same(output, cold(mode, tuple(output.prompt_ids)))
+    assert resumed >= 8
+    assert_idle(llm.engine)
+
+
+def test_requests_choose_their_replay() -> None:
+    """An exact one beside a bounded one; the blocks that a bounded one leaves are counted, and can be declined."""
+    llm = fresh(tiny())
+    llm.generate(prompt(40), greedy(1))
+    got: dict[str, list[int]] = {}
+    engine = llm.engine
+    engine.sink = lambda events: [got.setdefault(e.request_id, []).extend(e.token_ids) for e in events] and None
+    tiers = {}
+    try:
+        for name, more in (
+            ("bounded", {}),
+            ("exact", {"replay": "exact"}),
+            ("after", {"replay": "exact"}),
+            ("declined", {"replay": "exact", "max_lineage": 0}),
+        ):
+            ids = [*prompt(40), *prompt(16, 7), *([9] if name in ("after", "declined") else [])]
+            sequence = engine.submit(Request(ids, greedy(COUNT), request_id=name, **more))
+            while engine.busy:
+                engine.step()
+            tiers[name] = (sequence.tiers.hbm, sequence.tiers.lineage) if sequence.tiers else None
+            if name == "bounded":
+                # What it computed after its replay must not be what the next one finds.
+                engine.manager.index.forget(engine.manager.index.match(sequence.cache.chain.keys)[5:])
+    finally:
+        engine.sink = lambda events: None
+    assert tiers == {"bounded": (40, 1), "exact": (40, 0), "after": (56, 0), "declined": (56, 0)}
+    assert got["exact"] == cold("bounded", (*prompt(40), *prompt(16, 7))).token_ids
+    assert got["after"] == got["declined"] == cold("bounded", (*prompt(40), *prompt(16, 7), 9)).token_ids
+    assert_idle(engine)
+
+
+def test_what_an_exact_one_computes_takes_the_place_of_replayed_blocks() -> None:
+    llm = fresh(tiny())
+    ids = [*prompt(40), *prompt(16, 7)]
+    llm.generate(prompt(40), greedy(1))
+    (replayed,) = llm.generate(ids, greedy(1))
+    assert (replayed.tiers.hbm, replayed.tiers.lineage) == (40, 1)
+    index = llm.engine.manager.index
+    chain = llm.engine.manager.sequence().chain
+    chain.extend(ids)
+    assert [index.lineage(block) for block in index.match(chain.keys)] == [0, 0, 0, 0, 0, 1, 1]
+    sequence = llm.engine.submit(Request(ids, greedy(1), replay="exact", max_lineage=0))
+    while llm.engine.busy:
+        llm.engine.step()
+    assert sequence.tiers is not None
+    assert (sequence.tiers.hbm, sequence.tiers.lineage) == (40, 0)
+    assert [index.lineage(block) for block in index.match(chain.keys)] == [0] * 7
+    assert_idle(llm.engine)
 
 
 # The checkpoints of the golden data and of the demo

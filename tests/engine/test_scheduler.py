@@ -1,17 +1,25 @@
-"""Who runs: order, admission, growth, preemption and what is saved of it, expiry (B041, B043, B044, B048)."""
+"""Who runs: order, admission, resumes, growth, preemption and what is saved of it, expiry (B041, B043, B044, B048)."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from engines import WINDOW, Memo, greedy, next_of, short
+from forebay.cache.prefix import KeyChain
+from forebay.cache.restore import Restorer
+from forebay.cache.snapshot import Snapshot, SnapshotShape
 from forebay.engine.batcher import Batcher, Row
 from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import SavedWindow, Sequence
-from forebay.engine.types import Request
+from forebay.engine.types import Request, TierCounts
 
 
 class Bench:
@@ -23,7 +31,7 @@ class Bench:
         self.now = 1000.0
         self.saved: list[str] = []
         self.restored: list[str] = []
-        batcher = Batcher(WINDOW, budget, 512)
+        batcher = Batcher(budget, 512)
         self.scheduler = Scheduler(
             self.manager, batcher, self.engine.options, save=self._save, restore=self._restore, clock=lambda: self.now
         )
@@ -33,7 +41,8 @@ class Bench:
         assert sequence.cache.is_open
         self.saved.append(sequence.id)
         none = cast(Any, None)
-        sequence.saved = SavedWindow(none, none, none, None, sequence.computed, contents)
+        assert sequence.cache.plan is not None
+        sequence.saved = SavedWindow(none, none, none, None, sequence.computed, contents, sequence.cache.plan)
 
     def _restore(self, sequence: Sequence) -> None:
         assert sequence.cache.is_open
@@ -258,7 +267,8 @@ def test_a_replay_that_did_not_end_is_begun_again(computed: int) -> None:
     again = bench.engine.prepare(Request(ids, greedy(), arrived=bench.now))
     bench.scheduler.add(again)
     bench.scheduler.schedule()
-    assert (again.resumed_at, again.computed) == (32, 24)
+    assert again.first_plan is not None
+    assert (again.first_plan.resume, again.computed) == (32, 24)
     again.computed += computed
     bench.scheduler._preempt(again)
     assert bench.saved == []
@@ -271,7 +281,8 @@ def test_a_recompute_takes_no_longer_hit_than_the_first_time() -> None:
     bench = Bench(blocks=40)
     (a,) = grown(bench, "a", length=40)
     ids = a.tokens[:40]
-    assert a.resumed_at == 0
+    assert a.first_plan is not None
+    assert a.first_plan.resume == 0
     bench.scheduler._preempt(a)
     a.saved = None
     (row,) = [row for row in bench.step() if row.sequence is a]
@@ -280,22 +291,557 @@ def test_a_recompute_takes_no_longer_hit_than_the_first_time() -> None:
     second = bench.engine.prepare(Request(ids, greedy(), arrived=bench.now))
     bench.scheduler.add(second)
     bench.step()
-    assert second.resumed_at == 32
+    assert second.first_plan is not None
+    assert second.first_plan.resume == 32
 
 
-def test_exact_sequences_adopt_nothing_but_their_own() -> None:
-    bench = Bench(blocks=40)
-    (warm,) = grown(bench, "warm", length=40)
-    ids = warm.tokens[:40]
+def warmed(bench: Bench, length: int = 40) -> list[int]:
+    """A prompt whose blocks are cached, as a cold run left them."""
+    (warm,) = grown(bench, "warm", length=length)
     bench.end(warm)
-    exact = bench.engine.prepare(Request(ids, greedy(), prefill="exact", arrived=bench.now))
-    scored = bench.engine.prepare(Request(ids, greedy(prompt_logprobs=0), arrived=bench.now))
-    for sequence in (exact, scored):
-        bench.scheduler.add(sequence)
-    bench.step()
-    assert exact.resumed_at == scored.resumed_at == 0
+    return warm.tokens[:length]
+
+
+def asked(bench: Bench, ids: list[int], **request: Any) -> Sequence:
+    sequence = bench.engine.prepare(Request(ids, request.pop("params", greedy()), arrived=bench.now, **request))
+    sequence.order = bench._order
+    bench._order += 1
+    bench.scheduler.add(sequence)
+    return sequence
+
+
+def test_exact_sequences_adopt_what_cold_runs_left_and_scored_ones_nothing() -> None:
+    bench = Bench(blocks=60)
+    ids = warmed(bench)
+    exact, scored = asked(bench, ids, prefill="exact"), asked(bench, ids, params=greedy(prompt_logprobs=0))
+    rows = {row.sequence.id: row for row in bench.step()}
     assert exact.tiers is not None
-    assert (exact.tiers.hbm, exact.tiers.compute) == (0, 40)
+    assert scored.tiers is not None
+    # MEMO has three layers: three windows less a token each are computed again, in both halves.
+    assert exact.tiers == TierCounts(hbm=32, compute=8, window="replay", replayed=3 * (WINDOW - 1))
+    assert scored.tiers == TierCounts(compute=40)
+    row = rows[exact.id]
+    assert (row.start, row.stop, row.write_from, row.window_from) == (11, 40, 32, 11)
+    assert (row.decoder_from, row.decoder_window_from) == (11, 11)
+
+
+def test_exact_sequences_adopt_nothing_that_a_replay_computed() -> None:
+    bench = Bench(blocks=60)
+    ids = [*warmed(bench)[:32], *short(16, 9)]
+    replayed = asked(bench, ids)
+    bench.step()
+    assert replayed.tiers is not None
+    assert (replayed.tiers.hbm, replayed.tiers.lineage) == (32, 1)
+    bench.end(replayed)
+    sequences = {
+        "default": asked(bench, [*ids, 9]),
+        "exact prefill": asked(bench, [*ids, 9], prefill="exact"),
+        "no replays": asked(bench, [*ids, 9], max_lineage=0),
+        "one replay": asked(bench, [*ids, 9], max_lineage=1),
+        "exact replay": asked(bench, [*ids, 9], replay="exact"),
+    }
+    bench.step()
+    found = {name: (s.tiers.hbm, s.tiers.lineage) for name, s in sequences.items() if s.tiers}
+    assert found == {
+        "default": (48, 2),
+        "exact prefill": (32, 0),
+        "no replays": (32, 1),  # what it adopts has none behind it; its own replay is another matter
+        "one replay": (48, 2),
+        "exact replay": (48, 1),
+    }
+
+
+def test_the_engines_wishes_hold_where_a_request_has_none() -> None:
+    bench = Bench(blocks=60, replay="exact", max_lineage=0)
+    ids = [*warmed(bench)[:32], *short(16, 9)]
+    exact = asked(bench, ids)
+    bounded = asked(bench, [*ids[:32], *short(16, 10)], replay="bounded")
+    bench.step()
+    assert exact.tiers == TierCounts(hbm=32, compute=16, window="replay", replayed=2 * (WINDOW - 1))
+    assert bounded.tiers == TierCounts(hbm=32, compute=16, window="replay", replayed=WINDOW, lineage=1)
+
+
+def test_a_recompute_adopts_nothing_with_more_replays_behind_it() -> None:
+    """The first time its blocks were a cold run's; now others, computed after a replay, are cached in their place."""
+    bench = Bench(blocks=60, max_sequences=1)
+    ids = warmed(bench)
+    a = asked(bench, ids, replay="exact")
+    bench.step()
+    assert a.tiers is not None
+    assert (a.tiers.hbm, a.tiers.lineage) == (32, 0)
+    assert a.first_plan is not None
+    assert a.first_plan.faithful
+    bench.scheduler._preempt(a)
+    a.saved = None
+    bench.manager.clear()
+    ghost = bench.manager.sequence()
+    plan = bench.manager.open(ghost, ids)
+    assert plan is not None
+    ghost.plan = replace(plan, lineage=1)
+    bench.manager.commit(ghost, ids, 40)
+    bench.manager.release(ghost)
+    (row,) = bench.step()
+    assert row.sequence is a
+    assert row.start == row.write_from == 0
+    assert a.cache.plan is not None
+    assert (a.cache.plan.resume, a.cache.plan.lineage) == (0, 0)
+
+
+# Windows of running sequences, and blocks from elsewhere
+
+
+class Shelf:
+    """A store whose reads come in when the test says so: `lookup`, and a `fetch` that is its own handle."""
+
+    def __init__(self) -> None:
+        self.lineages: dict[bytes, int] = {}
+        self.reads: list[Read] = []
+
+    def lookup(self, keys: list[bytes], max_lineage: int | None = None) -> list[int]:
+        found = [self.lineages.get(key, -1) for key in keys]
+        return list(takewhile(lambda n: n >= 0 and (max_lineage is None or n <= max_lineage), found))
+
+    def fetch(self, keys: list[bytes], wake: Any) -> Read:
+        self.reads.append(Read(keys))
+        return self.reads[-1]
+
+
+class Read:
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = keys
+        self.come: list[int] = []
+        self.given: list[int] = []
+        self.failed_at: int | None = None
+        self.promoted = self.cancelled = False
+
+    def take(self) -> list[tuple[int, np.ndarray]]:
+        came, self.come = self.come, []
+        return [(i, np.full(BLOCK_BYTES, self.keys[i][0], np.uint8)) for i in came]
+
+    def free(self, positions: list[int]) -> None:
+        self.given += positions
+
+    def promote(self) -> None:
+        self.promoted = True
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+BLOCK_BYTES = Memo(kv_tokens=WINDOW).manager.layout.block_bytes
+
+
+class TierBench(Bench):
+    """With a store behind it that has the first `stored` blocks of a prompt."""
+
+    def __init__(self, ids: list[int], stored: int, lineage: int = 0, **options: Any) -> None:
+        super().__init__(**options)
+        self.shelf = Shelf()
+        keys = KeyChain(self.manager.sequence().chain.root, WINDOW)
+        keys.extend(ids)
+        self.keys = keys.keys
+        self.shelf.lineages = dict.fromkeys(self.keys[:stored], lineage)
+        self.woken = threading.Event()
+        restorer = Restorer(self.manager.geometry, cast(Any, self.shelf), None, self.woken.set)
+        self.scheduler.restorer = restorer
+
+    def found(self, sequence: Sequence) -> Read:
+        """Wait until the tiers have said what they have."""
+        assert sequence.restore is not None
+        assert sequence.restore._found.wait(5)
+        return self.shelf.reads[-1]
+
+
+LONG = short(60, 5)
+
+
+def test_blocks_come_in_before_anything_is_computed() -> None:
+    bench = TierBench(LONG, stored=5)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    assert bench.step() == []
+    assert read.promoted
+    assert bench.running == [sequence.id]
+    assert sequence.restoring
+    assert sequence.tiers is None
+    assert bench.scheduler.started == []
+    for i in (0, 1, 2, 3):
+        read.come = [i]
+        assert bench.step() == []
+    bench.now += 1.5
+    read.come = [4]
+    (row,) = bench.step()
+    assert (row.start, row.stop, row.write_from) == (32, 60, 40)
+    assert bench.scheduler.started == [sequence]
+    assert sequence.tiers == TierCounts(ssd=40, compute=20, window="replay", replayed=8, lineage=1, restore_s=1.5)
+    assert read.given == [0, 1, 2, 3, 4]
+    assert read.cancelled
+    assert sequence.restore is None
+    assert [int(bench.manager.pool.data[b, 0]) for b in sequence.cache.table[:5]] == [key[0] for key in bench.keys[:5]]
+    # The next one finds them on the device.
+    bench.end(sequence)
+    again = asked(bench, LONG)
+    assert again.restore is not None
+    assert again.restore._found.wait(5)
+    bench.step()
+    assert again.tiers is not None
+    assert (again.tiers.hbm, again.tiers.ssd, again.tiers.restore_s) == (56, 0, 0.0)
+
+
+def test_what_the_device_has_by_now_is_not_loaded_over_it() -> None:
+    bench = TierBench(LONG, stored=5)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    other = bench.manager.sequence()
+    assert bench.manager.open(other, LONG[:24], reuse=False) is not None
+    bench.manager.pool.data[other.table] = 200
+    bench.manager.commit(other, LONG[:24], 24)
+    bench.manager.release(other)
+    bench.step()
+    assert sequence.cache.loading == range(3, 5)
+    read.come = [0, 1, 2, 3, 4]
+    (row,) = bench.step()
+    assert row.write_from == 40
+    assert [int(bench.manager.pool.data[b, 0]) for b in sequence.cache.table[:5]] == [200, 200, 200, bench.keys[3][0], bench.keys[4][0]]
+    assert read.given == [0, 1, 2, 3, 4]
+    assert sequence.tiers is not None
+    assert (sequence.tiers.hbm, sequence.tiers.ssd) == (24, 16)
+
+
+def test_one_whose_tiers_have_not_answered_is_overtaken_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TierBench(LONG, stored=5)
+    held, lookup = threading.Event(), bench.shelf.lookup
+    bench.shelf.lookup = lambda *args: held.wait(10) and lookup(*args)  # type: ignore[method-assign]
+    slow = asked(bench, LONG)
+    quick = bench.add("quick", 3)
+    assert quick.restore is not None
+    assert quick.restore._found.wait(5)
+    (row,) = bench.step()
+    assert row.sequence is quick
+    assert bench.waiting == [slow.id]
+    now = time.monotonic()
+    monkeypatch.setattr("forebay.cache.restore.time.monotonic", lambda: now + 60)
+    rows = bench.step()
+    assert [(row.sequence.id, row.start) for row in rows if row.sequence is slow] == [(slow.id, 0)]
+    assert slow.tiers == TierCounts(compute=60)
+    held.set()
+    assert slow.restore is None
+
+
+def test_a_read_that_fails_leaves_what_came_before_it() -> None:
+    bench = TierBench(LONG, stored=6)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.come, read.failed_at = [0, 1, 2], 3
+    (row,) = bench.step()
+    assert read.cancelled
+    assert (row.start, row.write_from) == (16, 24)
+    assert sequence.tiers == TierCounts(ssd=24, compute=36, window="replay", replayed=8, lineage=1, restore_s=0.0)
+
+
+def test_a_read_that_fails_at_once_means_computing() -> None:
+    bench = TierBench(LONG, stored=6)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.failed_at = 0
+    (row,) = bench.step()
+    assert (row.start, row.stop, row.write_from) == (0, 60, 0)
+    assert sequence.tiers == TierCounts(compute=60)
+
+
+def test_a_read_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = TierBench(LONG, stored=6)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.come = [0, 1]
+    bench.step()
+    now = time.monotonic()
+    monkeypatch.setattr("forebay.cache.restore.time.monotonic", lambda: now + 60)
+    (row,) = bench.step()
+    assert read.cancelled
+    assert (row.start, row.write_from) == (8, 16)
+    assert sequence.tiers is not None
+    assert (sequence.tiers.ssd, sequence.tiers.compute) == (16, 44)
+
+
+@pytest.mark.parametrize("came", [0, 2])
+def test_one_that_leaves_while_its_blocks_come_leaves_nothing(came: int) -> None:
+    bench = TierBench(LONG, stored=6)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.come = list(range(came))
+    bench.step()
+    bench.end(sequence)
+    assert read.cancelled
+    bench.manager.check([])
+    stats = bench.manager.stats()
+    assert (stats.used, stats.windows_used, stats.indexed) == (0, 0, came)
+
+
+def test_one_that_is_preempted_while_its_blocks_come_begins_anew() -> None:
+    bench = TierBench(LONG, stored=6)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.come = [0, 1]
+    bench.step()
+    bench.scheduler._preempt(sequence)
+    assert bench.saved == []
+    assert sequence.first_plan is None
+    assert read.cancelled
+    second = bench.found(sequence)
+    assert second is not read
+    assert second.keys == bench.keys[2:6]
+    bench.step()
+    second.come = [0, 1, 2, 3]
+    (row,) = bench.step()
+    assert (row.start, row.write_from) == (40, 48)
+    assert sequence.tiers is not None
+    assert (sequence.tiers.ssd, sequence.tiers.hbm) == (48, 0), "the blocks were loaded for it, in two goes"
+
+
+def test_blocks_with_too_many_replays_behind_them_are_not_asked_for() -> None:
+    bench = TierBench(LONG, stored=6, lineage=2)
+    picky = asked(bench, LONG, max_lineage=1)
+    assert picky.restore is not None
+    assert picky.restore._found.wait(5)
+    assert bench.shelf.reads == []
+    bench.step()
+    assert picky.tiers == TierCounts(compute=60)
+    other = asked(bench, [*LONG[:48], 9, 9], salt="other")
+    assert other.restore is not None
+    assert other.restore._found.wait(5)
+    assert bench.shelf.reads == []
+
+
+def test_what_left_the_device_while_it_waited_is_looked_for_again() -> None:
+    bench = TierBench(LONG, stored=6, max_sequences=1)
+    warm = bench.manager.sequence()
+    assert bench.manager.open(warm, LONG[:24], reuse=False) is not None
+    bench.manager.commit(warm, LONG[:24], 24)
+    bench.manager.release(warm)
+    (busy,) = grown(bench, "busy")
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    assert read.keys == bench.keys[3:6]
+    bench.manager.clear()
+    bench.end(busy)
+    bench.step()
+    assert read.cancelled
+    second = bench.found(sequence)
+    assert second.keys == bench.keys[:6]
+    bench.step()
+    second.come = list(range(6))
+    (row,) = bench.step()
+    assert row.write_from == 48
+
+
+class Snapshots:
+    """A snapshot pool that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, Snapshot] = {}
+        self.asked: list[list[bytes]] = []
+
+    def get(self, keys: list[bytes]) -> tuple[bytes, Snapshot] | None:
+        self.asked.append(list(keys))
+        return next(((key, self.held[key]) for key in keys if key in self.held), None)
+
+
+class WindowBench(Bench):
+    """With a snapshot pool behind it, and a prompt of 49 tokens whose blocks are cached."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=60)
+        self.ids = warmed(self, 49)
+        chain = KeyChain(self.manager.sequence().chain.root, WINDOW)
+        chain.extend([*self.ids, *short(31, 3)])
+        self.keys = chain.keys
+        self.snapshots = Snapshots()
+        self.scheduler.restorer = Restorer(self.manager.geometry, None, cast(Any, self.snapshots), lambda: None)
+
+    def run(self, ids: list[int], **request: Any) -> Sequence:
+        sequence = asked(self, ids, **request)
+        if sequence.restore is not None:
+            assert sequence.restore._found.wait(5)
+        self.scheduler.schedule()
+        return sequence
+
+
+def test_a_snapshot_is_looked_for_where_the_prompt_would_resume() -> None:
+    bench = WindowBench()
+    bench.snapshots.held = {bench.keys[4]: window_at(bench, 40, 5)}
+    sequence = bench.run(bench.ids)
+    assert bench.snapshots.asked == [[bench.keys[4], bench.keys[5]]]  # 48 lies less than a window before the end
+    assert sequence.tiers == TierCounts(hbm=48, compute=1, window="swa", replayed=8)
+    assert sequence.computed == 40
+    assert (bench.manager.windows.data[sequence.cache.slot, : bench.manager.layout.encoder_layers] == 5).all()
+    longer = bench.run([*bench.ids[:48], *short(30, 4)])
+    assert bench.snapshots.asked[1] == [bench.keys[5], bench.keys[4]]
+    assert longer.tiers == TierCounts(hbm=48, compute=30, window="swa", replayed=8)
+    # One that a running sequence has is not asked for.
+    bench.scheduler.live = {bench.keys[5]: window_at(bench, 48, 7)}
+    third = bench.run([*bench.ids[:48], *short(30, 5)])
+    assert len(bench.snapshots.asked) == 2
+    assert third.tiers == TierCounts(hbm=48, compute=30, window="live")
+    assert bench.run(short(60, 8)).tiers == TierCounts(compute=60)
+    assert bench.run(bench.ids, params=greedy(prompt_logprobs=0)).tiers == TierCounts(compute=49)
+    assert len(bench.snapshots.asked) == 2
+
+
+def test_a_snapshot_that_is_none_of_these_is_not_taken() -> None:
+    bench = WindowBench()
+    bench.snapshots.held = {bench.keys[4]: window_at(bench, 48, 5)}
+    sequence = bench.run(bench.ids)
+    assert len(bench.snapshots.asked) == 1
+    assert sequence.tiers == TierCounts(hbm=48, compute=1, window="replay", replayed=8, lineage=1)
+
+
+def test_a_broken_tier_is_one_that_has_nothing() -> None:
+    bench = WindowBench()
+    bench.snapshots.get = lambda keys: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    sequence = bench.run(bench.ids)
+    assert sequence.tiers == TierCounts(hbm=48, compute=1, window="replay", replayed=8, lineage=1)
+
+
+def test_a_window_after_a_replay_does_for_bounded_resumes_alone() -> None:
+    bench = WindowBench()
+    bench.snapshots.held = {bench.keys[5]: window_at(bench, 48, 5, lineage=1)}
+    ids = [*bench.ids[:48], *short(30, 4)]
+    assert bench.run(ids).tiers == TierCounts(hbm=48, compute=30, window="swa", lineage=1)
+    ids = [*bench.ids[:48], *short(30, 5)]
+    assert bench.run(ids, replay="exact").tiers == TierCounts(hbm=48, compute=30, window="replay", replayed=2 * (WINDOW - 1))
+    assert bench.run(ids, prefill="exact").tiers == TierCounts(hbm=48, compute=30, window="replay", replayed=3 * (WINDOW - 1))
+
+
+def test_windows_are_kept_at_a_prompts_last_boundaries_that_are_computed() -> None:
+    bench = WindowBench()
+    assert bench.run(short(60, 8)).copy_at == [48, 56]
+    assert bench.run(short(64, 9)).copy_at == [48, 56, 64]
+    assert bench.run(short(7, 9)).copy_at == []
+    replayed = bench.run([*bench.ids[:48], *short(9, 4)])
+    assert replayed.computed == 40
+    assert replayed.copy_at == [48, 56]
+    exact = bench.run([*bench.ids[:48], 9, 9], replay="exact")
+    assert exact.computed < 40
+    assert exact.copy_at == [48], "before the resume point its window is not right"
+    bench.snapshots.held = {bench.keys[5]: window_at(bench, 48, 5)}
+    taken = bench.run([*bench.ids[:48], *short(9, 5)])
+    assert taken.computed == 48
+    assert taken.copy_at == [56], "the one at 48 is somebody's already"
+
+
+def test_a_preempted_sequence_keeps_the_windows_of_what_it_generated() -> None:
+    bench = WindowBench()
+    sequence = bench.run(short(30, 8))
+    assert sequence.copy_at == [16, 24]
+    sequence.computed = 0
+    while sequence.generated < 20:
+        bench.step()
+    bench.scheduler._preempt(sequence)
+    bench.manager.clear()
+    sequence.saved = None
+    sequence.windows = {16: cast(Any, "copied")}
+    bench.scheduler.schedule()
+    assert sequence.cache.is_open
+    assert sequence.copy_at == [24, 40, 48]
+
+
+def window_at(bench: Bench, boundary: int, fill: int, lineage: int = 0, decoder_floor: int | None = None) -> Snapshot:
+    layout = bench.manager.layout
+    shape = SnapshotShape.of(layout, layout.encoder_layers)
+    decoder = np.full(shape.decoder, fill + 1, np.uint8) if decoder_floor is not None else None
+    return Snapshot(boundary, boundary - WINDOW, decoder_floor, lineage, np.full(shape.encoder, fill, np.uint8), decoder)
+
+
+def test_a_running_sequences_window_is_taken_over() -> None:
+    bench = Bench(blocks=60)
+    ids = warmed(bench, 49)
+    chain = KeyChain(bench.manager.sequence().chain.root, WINDOW)
+    chain.extend(ids)
+    bench.scheduler.live = {chain.keys[5]: window_at(bench, 48, 3), chain.keys[2]: window_at(bench, 24, 5)}
+    bench.scheduler.restorer = Restorer(bench.manager.geometry, None, None, lambda: None)
+    sequence = asked(bench, [*ids[:48], *short(20, 3)])
+    rows = bench.scheduler.schedule()
+    assert [(row.start, row.write_from, row.window_from) for row in rows] == [(48, 48, 40)]
+    assert sequence.tiers == TierCounts(hbm=48, compute=20, window="live")
+    data = bench.manager.windows.data[sequence.cache.slot]
+    cut = bench.manager.layout.encoder_layers
+    assert (data[:cut] == 3).all()
+    assert not (data[cut:] == 4).any()
+    other = bench.add("other", 49, number=11)
+    while not other.generated:
+        bench.step()
+    stranger = asked(bench, [*other.tokens[:48], *short(20, 3)])
+    assert stranger.restore is not None
+    assert stranger.restore._found.wait(5)
+    bench.scheduler.schedule()
+    assert stranger.tiers == TierCounts(hbm=48, compute=20, window="replay", replayed=8, lineage=1), "the window is another history's"
+
+
+def preempted_for_good(bench: Bench, sequence: Sequence) -> None:
+    """It cannot go on where it was; what it had adopted is there."""
+    bench.scheduler._preempt(sequence)
+    sequence.saved = None
+    bench.scheduler.look_for(sequence)
+    if sequence.restore is not None:
+        assert sequence.restore._found.wait(5)
+    bench.scheduler.schedule()
+    assert sequence.cache.is_open
+
+
+def test_a_recompute_after_a_replay_replays_again() -> None:
+    """A window that somebody has by now would make another text of it."""
+    bench = WindowBench()
+    sequence = bench.run([*bench.ids[:48], *short(20, 4)])
+    assert sequence.cache.plan is not None
+    first = sequence.cache.plan
+    assert first.approximates
+    bench.scheduler.live = {bench.keys[5]: window_at(bench, 48, 3)}
+    bench.snapshots.held = dict(bench.scheduler.live)
+    preempted_for_good(bench, sequence)
+    assert sequence.cache.plan == first
+    assert len(bench.snapshots.asked) == 1
+
+
+def test_a_recompute_of_what_was_faithful_is_faithful() -> None:
+    """Its window is gone, and an approximation would make another text of it."""
+    bench = WindowBench()
+    bench.scheduler.live = {bench.keys[5]: window_at(bench, 48, 3)}
+    sequence = bench.run([*bench.ids[:48], *short(20, 4)])
+    assert sequence.tiers == TierCounts(hbm=48, compute=20, window="live")
+    bench.scheduler.live = {}
+    preempted_for_good(bench, sequence)
+    plan = sequence.cache.plan
+    assert plan is not None
+    assert (plan.resume, plan.origin, plan.faithful, plan.replayed) == (48, "replay", True, 2 * (WINDOW - 1))
+    assert sequence.tiers == TierCounts(hbm=48, compute=20, window="live"), "counted once, as it began"
+    # Or from a window again, if there is one.
+    bench.snapshots.held = {bench.keys[5]: window_at(bench, 48, 3)}
+    preempted_for_good(bench, sequence)
+    plan = sequence.cache.plan
+    assert plan is not None
+    assert (plan.origin, plan.start) == ("swa", 48)
+
+
+def test_decoder_rows_are_loaded_when_they_are_needed() -> None:
+    bench = Bench(blocks=60)
+    ids = warmed(bench, 49)
+    chain = KeyChain(bench.manager.sequence().chain.root, WINDOW)
+    chain.extend(ids)
+    bench.scheduler.live = {chain.keys[5]: window_at(bench, 48, 3, decoder_floor=40)}
+    bench.scheduler.restorer = Restorer(bench.manager.geometry, None, None, lambda: None)
+    sequence = asked(bench, ids)
+    (row,) = bench.scheduler.schedule()
+    assert (row.start, row.decoder_from, row.decoder_window_from) == (48, 48, 40)
+    data = bench.manager.windows.data[sequence.cache.slot]
+    cut = bench.manager.layout.encoder_layers
+    assert (data[:cut] == 3).all()
+    assert (data[cut:] == 4).all()
 
 
 def test_a_sequence_alone_that_cannot_grow_is_told_apart() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engines import WINDOW, Memo, assert_idle, continuation, greedy, short
+from forebay.cache.manager import Policy
 from forebay.engine import worker
 from forebay.engine.batcher import Row
 from forebay.engine.options import EngineOptions
@@ -177,6 +178,24 @@ def test_options_that_cannot_be_are_refused_by_name() -> None:
         with pytest.raises(ConfigError) as error:
             EngineOptions(**{name: value})
         assert error.value.param == name
+
+
+# What a request accepts
+
+
+def test_wishes_of_a_request_come_before_the_engines() -> None:
+    plain, strict = Memo(), Memo(replay="exact", max_lineage=3)
+    for memo, more, policy in (
+        (plain, {}, Policy("bounded", "bounded", None)),
+        (plain, {"replay": "exact", "max_lineage": 0}, Policy("bounded", "exact", 0)),
+        (plain, {"prefill": "exact"}, Policy("exact", "exact", 0)),
+        (plain, {"prefill": "exact", "replay": "bounded", "max_lineage": 5}, Policy("exact", "exact", 0)),
+        (plain, {"params": greedy(prompt_logprobs=1)}, Policy("exact", "exact", 0)),
+        (strict, {}, Policy("bounded", "exact", 3)),
+        (strict, {"replay": "bounded", "max_lineage": 0}, Policy("bounded", "bounded", 0)),
+    ):
+        request = {"params": greedy(), **more}
+        assert memo.engine.prepare(Request(short(4), **request)).policy == policy
 
 
 # Aborts

@@ -34,13 +34,7 @@ class Resume:
     def run(self, cold: Hand, *cuts: int) -> tuple[Tensor, Hand]:
         """Through the network, with cuts between the start and the end; the caller closes the hand."""
         hand = Hand(self.net.llm, self.tokens)
-        hand.copy_entries(cold)
-        for layer, views in hand.runner.blocks.views.items():  # what is not cached holds poison
-            planes = (views.main_codes, views.main_scales, views.index_codes, views.index_scales)
-            for plane in planes:
-                per_block = plane.shape[1]
-                for j in range(self.hit // self.ratios[layer], len(hand.table) * per_block):
-                    plane[hand.table[j // per_block], j % per_block] = 0xFF
+        hand.copy_entries(cold, self.hit)
         parts, edges = [], [self.start, *cuts, len(self.tokens)]
         for a, b in pairwise(edges):
             row = hand.row(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from forebay.server.limits import ServerOptions
 from script_engine import ScriptEngine, Served, serve
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kv_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where commands and servers of these tests keep KV: never in the developer's cache."""
+    folder = tmp_path_factory.mktemp("kv")
+    os.environ["FOREBAY_CACHE__DIR"] = str(folder)
+    yield folder
+    del os.environ["FOREBAY_CACHE__DIR"]
 
 
 @pytest.fixture(scope="module")

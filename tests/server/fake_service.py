@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from forebay.model.errors import CheckpointError
@@ -20,6 +21,7 @@ from forebay.server.commands import serve
 class FakeClient:
     model_name = "fake"
     max_context = 4096
+    engine = SimpleNamespace(manager=SimpleNamespace(capacity_tokens=8192))
     reason = "it was told to"
 
     def __init__(self) -> None:

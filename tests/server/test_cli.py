@@ -43,6 +43,9 @@ def refused(arguments: list[str], capsys: Printed) -> str:
         (["bench", "serve", "--streams", "0"], "bench: --streams must be at least 1, got 0"),
         (["chat", "--max-tokens", "0"], "chat: --max-tokens must be at least 1, got 0"),
         (["chat", "--url", "http://[::1"], "chat: --url 'http://[::1' is no address of a server: Invalid port: ':1'"),
+        (["bench", "cache", "--prefix", "0"], "bench: --prefix must be at least 1, got 0"),
+        (["cache", "prune"], "cache: there is no command 'prune'; the nearest is 'purge'; see `forebay cache --help`"),
+        (["cache", "ls", "--tenant", "x"], "cache: there is no flag '--tenant'; the nearest is '--set'"),
         (["check", "demo", "--memory", "much"], "--memory takes a size such as 141GB or 16GiB, got 'much'"),
     ],
 )
@@ -102,6 +105,37 @@ def test_check_as_json_adds_up(capsys: Printed) -> None:
     taken = plan["weights"] + plan["work_bytes"] + 8 * plan["bytes_per_sequence"]
     left = 320 * gib - taken - plan["tokens"] * 890
     assert 0 <= left < plan["block_bytes"]
+
+
+def test_check_tells_what_the_tiers_live_in(capsys: Printed, kv_folder: Path) -> None:
+    flags = ["check", "demo", "--set", "cache.ssd_bytes=7GiB", "--set", "cache.swa_bytes=33MiB"]
+    assert cli.main([*flags, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ssd"]["dir"], found["ssd"]["budget_bytes"], found["ssd"]["fault"]) == (str(kv_folder), 7 << 30, None)
+    assert (found["redis"]["where"], found["redis"]["maxmemory"], found["redis"]["fault"]) == ("embedded", 33 << 20, None)
+    assert cli.main(flags) == 0
+    rows = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    tokens = (7 << 30) // found["block_bytes"] * found["block_tokens"]
+    assert any(row.startswith("budget") and row.endswith("7.00 GiB, 72 h") for row in rows)
+    assert any(row.startswith("tokens of KV in it") and row.endswith(f"{tokens:,}") for row in rows)
+    assert any(row.startswith("snapshots in Redis") and "embedded: valkey" in row for row in rows)
+
+
+def test_check_without_tiers(capsys: Printed) -> None:
+    assert cli.main(["check", "demo", "--cache-dir", "none", "--redis-url", "none"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["SSD", "store", "off"] in rows
+    assert ["snapshots", "in", "Redis", "off"] in rows
+
+
+def test_check_of_a_folder_that_cannot_be_used_fails(capsys: Printed, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["check", "demo", "--cache-dir", str(tmp_path / "file" / "kv"), "--redis-url", "redis://:secret@127.0.0.1:9"]) == 1
+    out = capsys.readouterr().out
+    assert "SSD store: " in out and "cannot be written" in out
+    assert "snapshots in Redis" in out and "no answer" in out
+    assert "note: Redis: no snapshots while this lasts, windows are replayed" in out
+    assert "secret" not in out
 
 
 def test_check_of_too_little_memory_says_how_much_is_lacking(capsys: Printed) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,12 @@ import yaml
 
 from forebay.model.errors import ConfigError
 from forebay.server.config import Config, Origins, fields, load, to_yaml
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the folder that the other tests of this room are given."""
+    monkeypatch.delenv("FOREBAY_CACHE__DIR")
 
 
 def loaded(text: str | None, tmp_path: Path, flags: dict[str, tuple[str, Any]] | None = None) -> tuple[Config, Origins]:
@@ -33,6 +42,9 @@ def test_defaults_of_the_plan() -> None:
     assert (config.engine.encoder_tokens, config.engine.decoder_tokens, config.engine.max_sequences) == (512, 512, 64)
     assert config.engine.max_output_tokens.model_dump() == {"thinking": 65_536, "max_effort": 131_072, "plain": 8_192}
     assert config.engine.default_effort == "high"
+    cache = config.cache
+    assert (cache.replay, cache.max_lineage, cache.redis_url, cache.redis_timeout_s) == ("bounded", None, "embedded", 0.05)
+    assert (cache.ssd_ttl_s, cache.swa_ttl_s) == (72 * 3600, 600)
     assert set(origins.values()) == {"default"}
 
 
@@ -66,6 +78,13 @@ def test_environment_reaches_nested_settings_and_lists(monkeypatch: pytest.Monke
         ("engine.max_context", "none", None),
         ("server.body_limit_bytes", "10MiB", 10 * 1024 * 1024),
         ("cache.dir", "/var/cache/forebay", Path("/var/cache/forebay")),
+        ("cache.dir", "~/kv", Path.home() / "kv"),
+        ("cache.dir", "none", None),
+        ("cache.redis_url", "none", None),
+        ("cache.redis_url", "rediss://user:p@ss@host:6380/2", "rediss://user:p@ss@host:6380/2"),
+        ("cache.redis_url", "unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
+        ("cache.ssd_bytes", "25GiB", 25 << 30),
+        ("cache.max_lineage", "0", 0),
         ("model.aliases", "", ()),
     ],
 )
@@ -88,6 +107,11 @@ def test_values_as_text(key: str, text: str, value: object) -> None:
         ("engine.default_effort", True, "must be none, low, high, max or a number from 1 to 100"),
         ("server.body_limit_bytes", "ten", "server.body_limit_bytes"),
         ("engine.max_sequences", "0", "greater than or equal to 1 sequences"),
+        ("cache.replay", "never", "must be 'bounded' or 'exact'"),
+        ("cache.max_lineage", "-1", "greater than or equal to 0 replays"),
+        ("cache.ssd_ttl_s", "0", "must be greater than 0 seconds"),
+        ("cache.redis_url", "localhost:6379", "must be embedded, none, or a URL that begins with redis://, rediss://, unix://"),
+        ("cache.redis_url", "redis://", "must be embedded, none, or a URL"),
     ],
 )
 def test_bad_value_is_named_with_its_origin_and_limit(tmp_path: Path, key: str, value: object, part: str) -> None:
@@ -153,6 +177,44 @@ def test_two_sizes_of_the_kv_cache_exclude_each_other(tmp_path: Path) -> None:
     assert "are both set" in message
 
 
+def test_default_folder_is_below_the_home(tmp_path: Path) -> None:
+    code = "from forebay.server.config import load; print(load()[0].cache.dir)"
+    env = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    env |= {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "HOME": str(tmp_path)}
+    for extra, folder in (({}, tmp_path / ".cache"), ({"XDG_CACHE_HOME": str(tmp_path / "xdg")}, tmp_path / "xdg")):
+        done = subprocess.run([sys.executable, "-c", code], env=env | extra, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(folder / "forebay" / "kv")
+
+
+def test_user_without_a_home_keeps_nothing_on_disk() -> None:
+    code = """
+import os, pathlib, sys
+def nowhere(self=None): raise RuntimeError("Could not determine home directory.")
+pathlib.Path.home = classmethod(nowhere)
+pathlib.Path.expanduser = nowhere
+from forebay.model.errors import ConfigError
+from forebay.server.config import load
+print(load()[0].cache.dir)
+try:
+    load(None, {"cache.dir": ("--cache-dir", "~/kv")})
+except ConfigError as error:
+    print(error.message)
+"""
+    env = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    env |= {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    sentence = "cache.dir (flag --cache-dir): there is no home folder; give a full path, or none, got '~/kv'"
+    assert done.stdout.splitlines() == ["None", sentence]
+
+
+@pytest.mark.parametrize("url", ["embedded", "none"])
+def test_cluster_needs_the_address_of_one(tmp_path: Path, url: str) -> None:
+    text = f"cache: {{redis_cluster: true, redis_url: {url}}}"
+    message = refusal(text, tmp_path)
+    assert message == f"cache.redis_cluster (file {tmp_path / 'forebay.yaml'}): needs the URL of a node of the cluster in cache.redis_url"
+    assert loaded(text, tmp_path, {"cache.redis_url": ("--redis-url", "redis://node:7000")})[0].cache.redis_cluster
+
+
 def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     flags = {"server.port": ("--port", "8123"), "model.aliases": ("--set", "a,b"), "engine.default_effort": ("--set", "42")}
     config, origins = load(None, flags)
@@ -162,10 +224,21 @@ def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     assert line.split("#")[1].strip() == "flag --port"
 
 
-def test_printed_settings_hide_passwords() -> None:
-    config, origins = load(None, {"cache.redis_url": ("--redis-url", "redis://user:secret@host:6379/0")})
-    assert "secret" not in to_yaml(config, origins)
-    assert yaml.safe_load(to_yaml(config, origins))["cache"]["redis_url"] == "redis://user:***@host:6379/0"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:secret@host:6379/0", "redis://user:***@host:6379/0"),
+        ("rediss://:secret@host", "rediss://:***@host"),
+        ("redis://user:sec/ret@secret@host", "redis://user:***@host"),
+        ("unix://:secret@/run/redis.sock?db=1", "unix://:***@/run/redis.sock?db=1"),
+        ("unix:///run/redis.sock?password=secret&db=1", "unix:///run/redis.sock?password=***&db=1"),
+        ("redis://host:6379/0", "redis://host:6379/0"),
+    ],
+)
+def test_passwords_are_never_shown(tmp_path: Path, url: str, shown: str) -> None:
+    config, origins = load(None, {"cache.redis_url": ("--redis-url", url)})
+    assert yaml.safe_load(to_yaml(config, origins))["cache"]["redis_url"] == shown
+    assert "secret" not in refusal(None, tmp_path, {"cache.redis_url": ("--redis-url", f"x{url}")})
 
 
 def test_every_setting_is_described_and_measured() -> None:

@@ -10,6 +10,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from forebay.engine.types import OutputEvent, TierCounts, Times
+from forebay.model.chat import EncodedPrompt, ParseOptions
+from forebay.server.chunks import Choice, explain
 from forebay.server.config import load
 from forebay.server.limits import ServerOptions
 from script_engine import Script, Served, serve
@@ -224,12 +227,31 @@ def test_explain_tells_where_the_prompt_came_from(served: Served, client: openai
     prompt = len(served.engine.requests[0].prompt_ids)
     assert told["tiers"] == {"hbm": 4, "ssd": 0, "compute": prompt - 4}
     assert (told["window"], told["replayed"], told["preemptions"], told["effort"]) == ("none", 0, 0, 75)
+    assert (told["lineage"], told["restore_s"]) == (0, 0.0)
     assert 0 <= told["queue_s"] <= told["ttft_s"] <= told["total_s"]
     several = client.chat.completions.create(model="script", messages=HI, n=2, extra_body=explain).forebay
     assert len(several["choices"]) == 2
     chunks = list(client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=explain))
     assert chunks[-1].forebay["tiers"]["hbm"] == 4
     assert not hasattr(client.chat.completions.create(model="script", messages=HI), "forebay")
+
+
+def test_explain_of_choices_that_came_from_several_tiers() -> None:
+    """The choice that computed the prompt stands at the top; the one that shares its blocks is told beside it."""
+    payer = TierCounts(hbm=256, ssd=512, compute=232, window="replay", replayed=128, lineage=2, restore_s=0.0123456789)
+    sharer = TierCounts(hbm=1000, window="live", lineage=2)
+    choices = [
+        Choice(i, last=OutputEvent(f"r{i}", [], [], finish_reason="stop", tiers=tiers, times=Times(1.0, 1.5, 2.0, 2.5, 3.0)))
+        for i, tiers in enumerate((sharer, payer))
+    ]
+    prompt = EncodedPrompt([0] * 1000, "", False, None, "content", ParseOptions(), False)
+    told = explain(prompt, choices)
+    top = {
+        "tiers": {"hbm": 256, "ssd": 512, "compute": 232}, "window": "replay", "replayed": 128, "lineage": 2, "restore_s": 0.012346,
+        "queue_s": 0.5, "ttft_s": 1.0, "total_s": 2.0, "preemptions": 0,
+    }  # fmt: skip
+    other = {**top, "tiers": {"hbm": 1000, "ssd": 0, "compute": 0}, "window": "live", "replayed": 0, "restore_s": 0.0}
+    assert told == {"thinking": False, "effort": None, **top, "choices": [other, top]}
 
 
 def test_include_reasoning_false_hides_but_counts(served: Served, client: openai.OpenAI) -> None:
@@ -342,7 +364,7 @@ def test_request_fields_reach_the_engine(served: Served, client: openai.OpenAI) 
         "repetition_penalty": 1.1, "logit_bias": {"5": -100, "6": 3.5}, "seed": -4, "max_tokens": 9, "min_tokens": 2,
         "stop": ["a", "b"], "stop_token_ids": [8], "allowed_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True,
         "logprobs": True, "top_logprobs": 3,
-        "priority": -5, "cache_salt": "tenant-1", "forebay": {"prefill": "exact"},
+        "priority": -5, "cache_salt": "tenant-1", "forebay": {"prefill": "exact", "replay": "bounded", "max_lineage": 0},
     }  # fmt: skip
     client.chat.completions.create(model="script", messages=HI, extra_body=body)
     request = served.engine.requests[0]
@@ -351,12 +373,16 @@ def test_request_fields_reach_the_engine(served: Served, client: openai.OpenAI) 
     assert (p.repetition_penalty, p.logit_bias, p.seed, p.max_tokens, p.min_tokens) == (1.1, {5: -100.0, 6: 3.5}, -4, 9, 2)
     assert (p.stop, p.stop_token_ids, p.allowed_token_ids, p.include_stop, p.ignore_eos) == (("a", "b"), (8,), (1, 2), True, True)
     assert (p.logprobs, request.priority, request.salt, request.prefill) == (3, -5, "tenant-1", "exact")
+    assert (request.replay, request.max_lineage) == ("bounded", 0)
 
 
 def test_defaults_of_sampling(served: Served, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="script", messages=HI)
     client.chat.completions.create(model="script", messages=HI, extra_body={**PLAIN, "temperature": None, "stop": None})
-    thinking, plain = (r.params for r in served.engine.requests)
+    own = {"forebay": {"explain": None, "prefill": None, "replay": None, "max_lineage": None}}
+    client.chat.completions.create(model="script", messages=HI, extra_body=own)
+    assert {(r.prefill, r.replay, r.max_lineage) for r in served.engine.requests} == {(None, None, None)}, "the server's settings hold"
+    thinking, plain = (r.params for r in served.engine.requests[:2])
     assert (thinking.temperature, thinking.top_p, thinking.seed, thinking.stop) == (1.0, 0.95, None, ())
     assert (plain.temperature, plain.top_p) == (1.0, 1.0)
 

@@ -21,8 +21,9 @@ import httpx
 import pytest
 
 from forebay.engine.options import EngineOptions
+from forebay.engine.tiers import TierOptions
 from forebay.model.errors import ConfigError
-from forebay.server.commands.serve import build
+from forebay.server.commands.serve import build, describe_tiers
 from forebay.server.config import load
 
 FAKE = Path(__file__).with_name("fake_service.py")
@@ -89,6 +90,24 @@ def test_says_where_it_serves_and_what_to_try() -> None:
         curl = read_until(process, r"curl (\S+)/v1/chat/completions .* -d '(.*)'")
         assert curl[1] == url
         assert json.loads(curl[2])["model"] == "fake"
+
+
+def test_says_where_kv_goes_and_no_password(tmp_path: Path) -> None:
+    where = ["--cache-dir", str(tmp_path), "--redis-url", "redis://me:secret@host:1", "--set", "cache.ssd_bytes=3GiB"]
+    with service(*where, "--set", "cache.ssd_ttl_s=3600") as process:
+        line = read_until(process, "  kv .*")[0]
+    assert line == f"  kv 8,192 tokens in memory, SSD {tmp_path} (budget 3.00 GiB, 1 h), Redis redis://me:***@host:1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"dir": None, "redis_url": None}, "no SSD store, no Redis"),
+        ({"dir": Path("/no/kv"), "ssd_bytes": 1 << 20, "redis_url": "embedded"}, "SSD /no/kv (budget 1.00 MiB, 72 h), Redis embedded"),
+    ],
+)
+def test_tiers_in_a_line(settings: dict[str, Any], line: str) -> None:
+    assert describe_tiers(TierOptions(**settings)) == line
 
 
 @pytest.mark.case("B125")
@@ -262,14 +281,32 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
     }
     flags = {f"engine.{name}": ("--set", value) for name, value in values.items()}
     others = {"cache.kv_bytes": 113_920 * 2, "cache.prefix_reuse": False, "engine.prefill": "exact"}
+    others |= {"cache.replay": "exact", "cache.max_lineage": 3}
+    tiers: dict[str, Any] = {
+        "dir": Path("/kv"),
+        "ssd_bytes": 11,
+        "ssd_free_bytes": 12,
+        "ssd_ttl_s": 13.0,
+        "ssd_queue_bytes": 14,
+        "staging_bytes": 15,
+        "redis_url": "redis://node:1",
+        "redis_cluster": True,
+        "redis_timeout_s": 0.16,
+        "swa_ttl_s": 17.0,
+        "swa_bytes": 18 << 20,
+    }
+    others |= {f"cache.{name}": value for name, value in tiers.items()}
     others |= {"model.path": "synthetic:v41-flash", "model.name": "big"}
     config, _ = load(None, flags | {key: ("--set", value) for key, value in others.items()})
     given: dict[str, Any] = {}
     monkeypatch.setattr("forebay.engine.launch.build_client", lambda **arguments: given.update(arguments))
     build(config, 3, lambda done, total, name: None)
-    expected = EngineOptions(**values, kv_tokens=256, prefix_reuse=False)
+    expected = EngineOptions(**values, kv_tokens=256, prefix_reuse=False, replay="exact", max_lineage=3)
     assert given.pop("options") == expected
     untouched = [field.name for field in dataclasses.fields(expected) if getattr(expected, field.name) == field.default]
     assert not untouched  # every option of the engine was told to differ from its default
+    assert given.pop("tiers") == TierOptions(**tiers)
+    untouched = [name for name, field in TierOptions.__dataclass_fields__.items() if tiers.get(name) == field.default]
+    assert not untouched
     given.pop("progress")
     assert given == {"model": "synthetic:v41-flash", "model_name": "big", "device": "cpu", "threads": 3, "prefill": "exact"}

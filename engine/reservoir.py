@@ -1,0 +1,190 @@
+"""The tiers beyond the device, as the engine uses them: what it computed goes to the SSD store, windows at block boundaries to Redis.
+
+Nothing here waits for a disk or a server. Copies of blocks and windows are taken on the stepping thread, right after the step that
+completed them and on its stream, so that no later step can change them; the rest happens on the tiers' own threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forebay.cache.blocks import BlockPool
+from forebay.cache.embedded import EmbeddedRedis
+from forebay.cache.manager import CacheManager, Committed
+from forebay.cache.records import tenant_id
+from forebay.cache.replay import kept_boundaries
+from forebay.cache.restore import Restorer
+from forebay.cache.snapshot import Snapshot
+from forebay.cache.ssd import SsdStore, StoredBlock
+from forebay.cache.swa import SwaPool
+from forebay.engine.metrics import Metrics
+from forebay.engine.sequence import Sequence
+
+REMEMBERED = 65_536  # blocks used lately, so that one the store turns out to lack can be stored again
+
+
+class Reservoir:
+    """Owns the SSD store and the snapshot pool of one engine; either may be missing.
+
+    Attributes:
+        live: windows of running sequences, by the key of the block before the boundary (the scheduler reads it).
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        store: SsdStore | None = None,
+        pool: SwaPool | None = None,
+        embedded: EmbeddedRedis | None = None,
+    ) -> None:
+        self.manager, self.store, self.pool, self._embedded = manager, store, pool, embedded
+        self.wake: Callable[[], None] = lambda: None
+        self.restorer = Restorer(manager.geometry, store, pool, lambda: self.wake())
+        self.live: dict[bytes, Snapshot] = {}
+        self._used: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+
+    def store_blocks(self, sequence: Sequence, committed: SequenceOf[Committed]) -> None:
+        """Hand newly cached blocks to the SSD store."""
+        if self.store is None or not committed:
+            return
+        data, ready = _host_copy(self.manager.pool, [c.block for c in committed])
+        blocks = [StoredBlock(c.key, c.depth, c.lineage) for c in committed]
+        self.store.put(blocks, data.numpy(), tenant_id(sequence.request.salt), ready)
+
+    def used(self, sequence: Sequence) -> None:
+        """The sequence resumes: its blocks were used just now, in the store too."""
+        plan = sequence.cache.plan
+        if self.store is None or plan is None or not plan.resume:
+            return
+        keys = sequence.cache.chain.keys[: plan.resume // self.manager.layout.block_tokens]
+        tenant = tenant_id(sequence.request.salt)
+        for depth, key in enumerate(keys):
+            self._used[key] = (depth, tenant)
+            self._used.move_to_end(key)
+        while len(self._used) > REMEMBERED:
+            self._used.popitem(last=False)
+        self.store.touch([key for key in keys if key not in sequence.cache.from_ssd])
+
+    def repair(self) -> None:
+        """Store again what was used on the device and turned out not to be in the store (a write was dropped, a record was damaged)."""
+        if self.store is None:
+            return
+        by_tenant: dict[bytes, list[Committed]] = {}
+        for key in self.store.take_missing():
+            block, known = self.manager.index.find(key), self._used.get(key)
+            if block is not None and known is not None:
+                depth, tenant = known
+                by_tenant.setdefault(tenant, []).append(Committed(block, key, depth, self.manager.index.lineage(block)))
+        for tenant, found in by_tenant.items():
+            data, ready = _host_copy(self.manager.pool, [c.block for c in found])
+            self.store.put([StoredBlock(c.key, c.depth, c.lineage) for c in found], data.numpy(), tenant, ready)
+
+    def keep_window(self, sequence: Sequence, computed: int) -> None:
+        """After a step: take what was copied on the way, copy the window of a generating sequence that stands on a block boundary, and
+        lend both to others for as long as the sequence runs. Only the last two boundaries are kept once the prompt's are stored."""
+        if self.pool is None or not self.manager.prefix_reuse:
+            return
+        size = self.manager.layout.block_tokens
+        if computed > sequence.prompt_tokens and computed % size == 0 and computed not in sequence.windows:
+            sequence.copies[computed] = self.manager.windows.copy(sequence.cache.slot)
+        for boundary, data in sequence.copies.items():
+            window = sequence.windows[boundary] = self._snapshot(sequence, boundary, data)
+            self.live.setdefault(self._key(sequence, boundary), window)
+        sequence.copies.clear()
+        for boundary in [b for b in sequence.windows if b < computed - 2 * size]:
+            if boundary in sequence.stored or boundary > sequence.prompt_tokens:
+                self._take_back(sequence, boundary)
+
+    def prompt_done(self, sequence: Sequence) -> None:
+        """A prompt has its first token: its windows are worth a snapshot."""
+        self._store_windows(sequence, kept_boundaries(sequence.prompt_tokens, self.manager.geometry), decoder_at=None)
+
+    def ended(self, sequence: Sequence, *, trusted: bool) -> None:
+        """The sequence ends; call before its cache is released. What cannot be trusted is not stored, and taken back."""
+        if trusted and sequence.cache.plan is not None:
+            size = self.manager.layout.block_tokens
+            if self.store is not None:
+                # A chain is written in parts; its head must not look older than its tail, or it would be evicted first.
+                self.store.touch(sequence.cache.chain.keys[: sequence.cache.committed])
+            last = sequence.computed // size * size
+            self._store_windows(sequence, [last - size, last], decoder_at=last)
+        elif self.store is not None and not trusted:
+            self.store.drop(sequence.cache.chain.keys[sequence.cache.own_from or 0 :])
+        for boundary in list(sequence.windows):
+            self._take_back(sequence, boundary)
+
+    def refresh(self, metrics: Metrics) -> None:
+        """Bring the metrics of both tiers up to date."""
+        if self.store is not None:
+            metrics.ssd(self.store.stats(), *self.store.take_ages())
+        if self.pool is not None:
+            metrics.swa(self.pool.stats(), *self.pool.take_latencies())
+
+    def close(self) -> None:
+        """Write what is queued, for a few seconds at most, and stop."""
+        self.restorer.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self._embedded is not None:
+            self._embedded.stop()
+        if self.store is not None:
+            self.store.close()
+
+    def _store_windows(self, sequence: Sequence, boundaries: SequenceOf[int], *, decoder_at: int | None) -> None:
+        """`decoder_at`: the boundary whose decoder rows are stored too; an exact prefill needs those of every boundary."""
+        if self.pool is None:
+            return
+        for boundary in boundaries:
+            window = sequence.windows.get(boundary)
+            if window is None:
+                continue
+            if boundary != decoder_at and sequence.mode != "exact":
+                window = replace(window, decoder=None, decoder_floor=None)
+            if boundary not in sequence.stored or window.decoder is not None:
+                self.pool.put(self._key(sequence, boundary), window)
+                sequence.stored.add(boundary)
+
+    def _snapshot(self, sequence: Sequence, boundary: int, data: Tensor) -> Snapshot:
+        """data [layers, window, row_bytes] u8: a sequence's window as it was at `boundary`."""
+        plan, layout, rows = sequence.cache.plan, self.manager.layout, data.cpu().numpy()
+        assert plan is not None
+        low = max(0, boundary - layout.window)
+        whole = plan.decoder_window_from <= low
+        # Every row of an exact prefill is exact, wherever its replay began.
+        floor = 0 if sequence.mode == "exact" else plan.decoder_window_from
+        return Snapshot(
+            boundary=boundary,
+            encoder_floor=low,
+            decoder_floor=floor if whole else None,
+            lineage=plan.lineage,
+            encoder=rows[: layout.encoder_layers],
+            decoder=rows[layout.encoder_layers :] if whole else None,
+        )
+
+    def _key(self, sequence: Sequence, boundary: int) -> bytes:
+        return sequence.cache.chain.keys[boundary // self.manager.layout.block_tokens - 1]
+
+    def _take_back(self, sequence: Sequence, boundary: int) -> None:
+        """Lend a window no longer, and forget it."""
+        window, key = sequence.windows.pop(boundary), self._key(sequence, boundary)
+        if self.live.get(key) is window:
+            del self.live[key]
+
+
+def _host_copy(pool: BlockPool, blocks: SequenceOf[int]) -> tuple[Tensor, Callable[[], None] | None]:
+    """Copies of blocks as they are now, [n, block_bytes] u8 on the host, and what to wait for before they are read (CUDA)."""
+    data = pool.data[torch.tensor(blocks, device=pool.data.device)]
+    if not data.is_cuda:
+        return data, None
+    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+    host.copy_(data, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event.synchronize

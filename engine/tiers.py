@@ -1,0 +1,65 @@
+"""What the tiers beyond the device may use."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.model.errors import ConfigError
+
+MOST_BUDGET = 256 << 30
+EMBEDDED = "embedded"  # a Redis url that stands for a server of our own
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """The persistent store and the snapshot pool of one engine; without `dir` and `redis_url` there is neither.
+
+    Attributes:
+        dir: folder of the SSD store; engines of one host may share it.
+        ssd_bytes: hard limit of what the store takes on disk; None for a tenth of the file system, at most 256 GiB.
+        ssd_free_bytes: free space of the file system below which nothing is written.
+        ssd_ttl_s: seconds a block lives after its last use.
+        ssd_queue_bytes: blocks waiting to be written; what exceeds it is not stored, and counted.
+        staging_bytes: host memory that blocks pass through on their way from disk to the device.
+        redis_url: `redis://`, `rediss://` or `unix://`, or "embedded" for a server that lives as long as this process.
+        redis_cluster: the URL names a node of a cluster.
+        redis_timeout_s: longest wait for a snapshot; beyond it the window is replayed.
+        swa_ttl_s: seconds a snapshot lives after its last use.
+        swa_bytes: memory of the embedded server; None for a tenth of the machine's.
+    """
+
+    dir: Path | None = None
+    ssd_bytes: int | None = None
+    ssd_free_bytes: int = 1 << 30
+    ssd_ttl_s: float = 72 * 3600.0
+    ssd_queue_bytes: int = 256 << 20
+    staging_bytes: int = 256 << 20
+    redis_url: str | None = None
+    redis_cluster: bool = False
+    redis_timeout_s: float = 0.05
+    swa_ttl_s: float = 600.0
+    swa_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ssd_bytes", "staging_bytes", "ssd_queue_bytes", "ssd_ttl_s", "redis_timeout_s", "swa_ttl_s", "swa_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive, got {value!r}", param=name)
+        if self.ssd_free_bytes < 0:
+            raise ConfigError(f"ssd_free_bytes must not be negative, got {self.ssd_free_bytes}", param="ssd_free_bytes")
+
+
+def ssd_budget(folder: Path, ssd_bytes: int | None) -> int:
+    """Bytes the store may take in `folder`, which need not exist yet: `ssd_bytes`, or a tenth of its file system, at most 256 GiB."""
+    if ssd_bytes is not None:
+        return ssd_bytes
+    return min(shutil.disk_usage(existing(folder)).total // 10, MOST_BUDGET)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder

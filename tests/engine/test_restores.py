@@ -1,0 +1,233 @@
+"""A whole engine over stores that answer late, in pieces, wrongly or not at all: MEMO checks at every step that its history is there."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from engines import WINDOW, Memo, assert_idle, continuation, greedy, short
+from forebay.cache.snapshot import Snapshot
+from forebay.cache.ssd import StoredBlock
+from forebay.engine.metrics import Metrics
+from forebay.engine.reservoir import Reservoir
+from forebay.engine.worker import Engine
+
+
+class Blocks:
+    """A store in memory; its reads bring blocks when `turn` is called, and break with some probability."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+        self.held: dict[bytes, tuple[int, np.ndarray]] = {}
+        self.reads: list[Read] = []
+        self.break_one_in = 1000
+        self._lock = threading.Lock()
+
+    def put(self, blocks: Sequence[StoredBlock], payload: np.ndarray, tenant: bytes, ready: Callable[[], None] | None = None) -> int:
+        for block, data in zip(blocks, payload, strict=True):
+            known = self.held.get(block.key)
+            if known is None or block.lineage < known[0]:
+                self.held[block.key] = block.lineage, data.copy()
+        return len(blocks)
+
+    def lookup(self, keys: Sequence[bytes], max_lineage: int | None = None) -> list[int]:
+        found = (self.held.get(key, (-1, None))[0] for key in keys)
+        return list(takewhile(lambda n: n >= 0 and (max_lineage is None or n <= max_lineage), found))
+
+    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None]) -> Read:
+        read = Read([self.held[key][1] for key in keys])
+        with self._lock:
+            self.reads.append(read)
+        return read
+
+    def turn(self) -> None:
+        with self._lock:
+            self.reads = [read for read in self.reads if not read.cancelled]
+            for read in self.reads:
+                if self.numbers.randrange(self.break_one_in) == 0:
+                    read.break_here()
+                else:
+                    read.bring(self.numbers.randrange(4))
+
+    def touch(self, keys: Iterable[bytes]) -> None: ...
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.held.pop(key, None)
+
+    def take_missing(self) -> list[bytes]:
+        return []
+
+
+class Read:
+    def __init__(self, data: list[np.ndarray]) -> None:
+        self.data = data
+        self.ready: list[int] = []
+        self.next = 0
+        self.out: set[int] = set()
+        self.failed_at: int | None = None
+        self.cancelled = False
+
+    def bring(self, count: int) -> None:
+        stop = len(self.data) if self.failed_at is None else self.failed_at
+        while count and self.next < stop:
+            self.ready.append(self.next)
+            self.next += 1
+            count -= 1
+
+    def break_here(self) -> None:
+        self.failed_at = self.next
+
+    def take(self) -> list[tuple[int, np.ndarray]]:
+        came, self.ready = self.ready, []
+        self.out |= set(came)
+        return [(i, self.data[i].copy()) for i in came]
+
+    def free(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            self.out.remove(position)
+
+    def promote(self) -> None: ...
+
+    def cancel(self) -> None:
+        assert not self.out, "rows of the staging memory were not given back"
+        self.cancelled = True
+
+
+class Windows:
+    """A snapshot pool in memory, which loses some."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+        self.held: dict[bytes, Snapshot] = {}
+
+    def put(self, key: bytes, snapshot: Snapshot) -> bool:
+        self.held[key] = Snapshot(
+            snapshot.boundary, snapshot.encoder_floor, snapshot.decoder_floor, snapshot.lineage, snapshot.encoder.copy(),
+            None if snapshot.decoder is None else snapshot.decoder.copy(),
+        )  # fmt: skip
+        return True
+
+    def get(self, keys: Sequence[bytes]) -> tuple[bytes, Snapshot] | None:
+        return next(((key, self.held[key]) for key in keys if key in self.held), None)
+
+    def lose(self) -> None:
+        for key in [key for key in self.held if self.numbers.random() < 0.3]:
+            del self.held[key]
+
+
+class Tiered(Memo):
+    def __init__(self, numbers: random.Random, *, windows: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks, self.snapshots = Blocks(numbers), Windows(numbers)
+        pool = cast(Any, self.snapshots) if windows else None
+        reservoir = Reservoir(self.manager, store=cast(Any, self.blocks), pool=pool)
+        old = self.engine
+        self.metrics = Metrics(CollectorRegistry())
+        self.engine = Engine(
+            self.runner, self.manager, old.tokenizer, old.options, self.metrics, prefill=old.prefill, codec=old.codec, reservoir=reservoir
+        )
+        self.metrics.attach(lambda: None)  # these stores keep no statistics
+        self.scheduler = self.engine.scheduler
+        self.engine.sink = self._collect
+
+    def go(self) -> None:
+        self.blocks.turn()
+        self.step()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_over_tiers_that_come_and_go(seed: int) -> None:
+    """Small memory, shared beginnings, every mode; reads that break, snapshots that vanish, aborts, preemption, caches cleared."""
+    numbers = random.Random(seed)
+    memo = Tiered(numbers, windows=seed % 2 == 0, kv_tokens=34 * WINDOW, encoder_tokens=40, max_sequences=4, max_queued_requests=400)
+    memo.blocks.break_one_in = 30
+    asked: dict[str, tuple[list[int], int]] = {}
+    aborted: set[str] = set()
+    seen: Counter[str] = Counter()
+    for _ in range(100_000):
+        if len(asked) < 160 and numbers.random() < 0.3:
+            beginning = short(numbers.randrange(1, 110), numbers.randrange(3))
+            ids, count = [*beginning, *short(numbers.randrange(1, 12), numbers.randrange(9))], numbers.randrange(1, 30)
+            wishes: dict[str, Any] = numbers.choice(
+                [{}, {}, {"prefill": "exact"}, {"replay": "exact"}, {"replay": "exact", "max_lineage": 0}, {"max_lineage": 1}]
+            )
+            asked[memo.add(ids, greedy(count), **wishes)] = ids, count
+        if asked and numbers.random() < 0.02:
+            name = numbers.choice(list(asked))
+            if not memo.events.get(name) or memo.events[name][-1].finish_reason is None:
+                memo.engine.abort(name)
+                aborted.add(name)
+        if numbers.random() < 0.02:
+            memo.manager.clear()
+        if numbers.random() < 0.05:
+            memo.snapshots.lose()
+        memo.go()
+        if len(asked) == 160 and not memo.engine.busy:
+            break
+    assert not memo.engine.busy
+    for name, (ids, count) in asked.items():
+        event = memo.last(name)
+        if name in aborted and event.finish_reason == "abort":
+            continue
+        assert event.error is None
+        assert memo.tokens(name) == continuation(ids, count)
+        tiers = event.tiers
+        assert tiers is not None
+        assert tiers.hbm + tiers.ssd + tiers.compute == len(ids)
+        assert (tiers.window == "none") == (tiers.cached == 0)
+        seen[tiers.window] += 1
+        seen["ssd"] += tiers.ssd > 0
+        seen["preempted"] += event.preemptions > 0
+    assert min(seen[kind] for kind in ("none", "replay", "ssd", "preempted")) > 0, seen
+    if seed % 2 == 0:
+        assert seen["swa"] + seen["live"] > 0, seen
+    assert memo.engine.reservoir is not None
+    assert not memo.engine.reservoir.live
+    assert_idle(memo.engine)
+
+
+def test_a_window_that_is_passed_again_is_lent_once() -> None:
+    """A recompute ends a chunk on a boundary whose window the sequence still has."""
+    memo = Tiered(random.Random(0), encoder_tokens=24)
+    name = memo.add(short(20), greedy(20))
+    while len(memo.tokens(name)) < 8:
+        memo.go()
+    assert memo.engine.reservoir is not None
+    live = memo.engine.reservoir.live
+    assert {window.boundary for window in live.values()} == {16, 24}
+    memo.scheduler._preempt(memo.scheduler.running[0])
+    memo.manager.clear()
+    memo.blocks.held.clear()
+    while memo.engine.busy:
+        memo.go()
+    assert memo.tokens(name) == continuation(short(20), 20)
+    assert not live
+
+
+def test_after_a_restart_everything_comes_from_the_tiers() -> None:
+    numbers = random.Random(9)
+    memo = Tiered(numbers)
+    ids = short(60)
+    first = memo.add(ids, greedy(20))
+    while memo.engine.busy:
+        memo.go()
+    again = Tiered(numbers)
+    again.blocks.held, again.snapshots.held = memo.blocks.held, memo.snapshots.held
+    turn = [*ids, *memo.tokens(first), 9, 10, 11]
+    second = again.add(turn, greedy(5))
+    while again.engine.busy:
+        again.go()
+    assert again.tokens(second) == continuation(turn, 5)
+    tiers = again.last(second).tiers
+    assert tiers is not None
+    assert (tiers.ssd, tiers.hbm, tiers.window, tiers.lineage) == (72, 0, "swa", 0)
+    assert_idle(again.engine)
