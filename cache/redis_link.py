@@ -166,9 +166,9 @@ class RedisLink:
         """
         return self._do("GETEX", key, "PX", ttl_ms)
 
-    def store(self, key: bytes, value: memoryview, ttl_ms: int, only_existing: bool = False) -> bool:
-        """False if there was nothing to replace. Raises LinkFailure."""
-        return self._do("SET", key, value, "PX", ttl_ms, *(("XX",) if only_existing else ())) is not None
+    def store(self, key: bytes, value: memoryview, ttl_ms: int, only: Literal["XX", "NX"] | None = None) -> bool:
+        """`only`: if there is a value to replace (XX), or if there is none (NX); False if it was not so. Raises LinkFailure."""
+        return self._do("SET", key, value, "PX", ttl_ms, *((only,) if only else ())) is not None
 
     def delete(self, key: bytes) -> None:
         """Raises LinkFailure."""
@@ -213,6 +213,8 @@ class RedisLink:
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
+            for node in self._nodes():
+                node.connection_pool.disconnect()  # a client does not close a pool it was given
             if self._client is not None:
                 self._client.close()
 

@@ -22,7 +22,7 @@ from forebay.cache.swa import SwaPool
 
 LOOKUP_DEADLINE_S = 1.0  # a request does not wait longer for tiers to say what they have
 TRIES = 3
-STALL_S = 2.0  # nor for the next block of a read
+STALL_S = 2.0  # nor for a block that is being read
 
 log = logging.getLogger("forebay.cache")
 
@@ -98,8 +98,9 @@ class Restore:
 
     @property
     def stalled(self) -> bool:
-        """Whether nothing has come for so long that computing is the better way."""
-        return time.monotonic() - self._moved > STALL_S
+        """Whether nothing has come for so long that computing is the better way. Waiting behind others while the disk works is not it."""
+        still_since = self._moved if self._fetch is None else max(self._moved, self._fetch.still_since)
+        return time.monotonic() - still_since > STALL_S
 
     def begin(self, fetch: Fetch) -> None:
         with self._lock:
@@ -154,7 +155,7 @@ class Restorer:
             if self.store is not None and missing:
                 restore.lineages = self.store.lookup(missing, policy.max_lineage)
                 if restore.lineages:
-                    restore.begin(self.store.fetch(missing[: len(restore.lineages)], self._wake))
+                    restore.begin(self.store.fetch(missing[: len(restore.lineages)], self._wake, tuple(restore.lineages)))
             if self.pool is not None and windows:
                 self._find_window(restore, keys, held + len(restore.lineages), prompt_tokens, policy, live)
         except Exception:  # a tier that breaks is a tier that has nothing

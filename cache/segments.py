@@ -145,13 +145,12 @@ class SegmentWriter:
 
 
 class SegmentFiles:
-    """Segments open for reading, by any thread. Handles are kept until `close`."""
+    """Segments open for reading, by any thread. Up to `MOST_OPEN` handles are kept until `close`, and one per read beside them."""
 
     def __init__(self, directory: StoreDirectory) -> None:
         self._directory = directory
         self._lock = threading.Lock()
-        self._reads = 0  # under way
-        self._files: dict[str, int] = {}
+        self._files: dict[str, list[int]] = {}  # handle and reads under way
 
     def read(self, name: str, rows: Sequence[np.ndarray], offset: int) -> int:
         """Fill `rows` (1-d uint8, page-aligned, whole pages) from `offset` of segment `name` on, around the page cache if possible.
@@ -163,12 +162,13 @@ class SegmentFiles:
             OSError: the file cannot be opened or read.
         """
         with self._lock:
-            fd = self._files.get(name)
-            if fd is None:
-                if len(self._files) >= MOST_OPEN and not self._reads:
+            file = self._files.get(name)
+            if file is None:
+                if len(self._files) >= MOST_OPEN:
                     self._close()
-                fd = self._files[name] = open_direct(self._directory.segment(name), os.O_RDONLY)
-            self._reads += 1
+                file = self._files[name] = [open_direct(self._directory.segment(name), os.O_RDONLY), 0]
+            file[1] += 1
+            fd = file[0]
         try:
             rest = [row.data for row in rows]
             total = 0
@@ -183,18 +183,16 @@ class SegmentFiles:
             return total
         finally:
             with self._lock:
-                self._reads -= 1
+                file[1] -= 1
 
     def close(self) -> None:
-        """Close all, unless one is being read: a segment that was unlinked gives its space back."""
+        """Close all that are not being read: a segment that was unlinked gives its space back."""
         with self._lock:
-            if not self._reads:
-                self._close()
+            self._close()
 
     def _close(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
+        for name in [name for name, (_, reads) in self._files.items() if not reads]:
+            os.close(self._files.pop(name)[0])
 
 
 def aligned(size: int) -> np.ndarray:

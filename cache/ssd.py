@@ -27,7 +27,7 @@ from forebay.cache.ssd_index import SsdIndex
 from forebay.cache.ssd_keeper import Keeper
 from forebay.cache.ssd_reader import SsdReaders
 from forebay.cache.ssd_stats import SsdStats, Totals
-from forebay.cache.ssd_writer import RENEW_MS, SsdWriter
+from forebay.cache.ssd_writer import MOST_MISSING, RENEW_MS, SsdWriter
 from forebay.model.errors import ConfigError
 
 __all__ = ["Fetch", "SsdOptions", "SsdStats", "SsdStore", "StoredBlock", "staging_bytes"]
@@ -124,9 +124,9 @@ class SsdStore:
         """Last use of a chain, heads first, is now. Never waits; reaches the index with the writer's next batch."""
         self._writer.touch(keys)
 
-    def take_missing(self) -> list[bytes]:
-        """Touched keys that turned out not to be stored, since the last call (the latest ones, if they are very many)."""
-        return self._writer.take_missing()
+    def take_missing(self, most: int = MOST_MISSING) -> list[bytes]:
+        """Touched keys that turned out not to be stored and have not been taken yet, up to `most`."""
+        return self._writer.take_missing(most)
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Take blocks back that turned out not to be trustworthy: queued or stored, they are gone. Never waits.
@@ -153,14 +153,15 @@ class SsdStore:
         self._readers.remember(found)
         return [row.lineage for row in found]
 
-    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None]) -> Fetch:
+    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None], lineages: Sequence[int] | None = None) -> Fetch:
         """Start reading the blocks of a chain, as found by `lookup`, in order; what is read counts as used.
 
         Args:
             keys: heads first.
             wake: called on a reader thread whenever there is something to take or the fetch has failed; must not block.
+            lineages: as `lookup` told them; a block that turns out to have more replays behind it fails the fetch.
         """
-        return self._readers.fetch(keys, wake)
+        return self._readers.fetch(keys, wake, lineages)
 
     def stats(self) -> SsdStats:
         """The numbers of now. If the index cannot be read, the last known of it."""

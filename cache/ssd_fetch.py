@@ -30,6 +30,7 @@ class Load:
     place: Row | None  # where it lies; None if it is not stored any more
     fetches: list[Fetch] = field(default_factory=list)  # one entry per position that needs it
     state: State = State.READING
+    began: float | None = None  # time.monotonic() at which a reader took it
 
 
 class Fetch:
@@ -40,8 +41,9 @@ class Fetch:
         failed_at: first position that could not be read, or None; nothing at or after it will come.
     """
 
-    def __init__(self, readers: SsdReaders, keys: Sequence[bytes], wake: Callable[[], None]) -> None:
+    def __init__(self, readers: SsdReaders, keys: Sequence[bytes], wake: Callable[[], None], lineages: Sequence[int] | None = None) -> None:
         self.keys = list(keys)
+        self.lineages = None if lineages is None else list(lineages)  # deepest that is wanted of each block
         self.failed_at: int | None = None
         self._readers = readers
         self._wake = wake
@@ -58,6 +60,13 @@ class Fetch:
     def finished(self) -> bool:
         """Nothing more will come from `take`: all was taken, or all before `failed_at`, or the fetch was cancelled."""
         return self._cancelled or self._taken >= self._stop
+
+    @property
+    def still_since(self) -> float:
+        """time.monotonic() since when its next block has not moved: since the read of it began, or while it waits for its turn, since a
+        block came in for anybody."""
+        load = self._loads.get(self._taken)
+        return self._readers.moved_at if load is None or load.began is None else load.began
 
     def take(self) -> list[tuple[int, np.ndarray]]:
         """Blocks loaded since the last call, in order and without gaps.

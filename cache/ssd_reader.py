@@ -85,6 +85,7 @@ class SsdReaders:
         self._fetches: list[Fetch] = []  # with positions not asked for yet
         self._jobs: deque[list[Load]] = deque()
         self._reading = 0  # jobs under way
+        self.moved_at = 0.0  # time.monotonic() at which a job last brought a block
         self._closing = False
         self._files = SegmentFiles(directory)
         self._threads = [threading.Thread(target=self._run, name=f"forebay-ssd-reader-{i}", daemon=True) for i in range(threads)]
@@ -119,8 +120,8 @@ class SsdReaders:
                 if len(self._found) > MOST_REMEMBERED:
                     self._found.popitem(last=False)
 
-    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None]) -> Fetch:
-        fetch = Fetch(self, keys, wake)
+    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None], lineages: Sequence[int] | None = None) -> Fetch:
+        fetch = Fetch(self, keys, wake, lineages)
         with self._work:
             at, rows = self._found.pop(fetch.keys[0], (0.0, ())) if fetch.keys else (0.0, ())
             if time.monotonic() - at < REMEMBERED_S:
@@ -145,6 +146,9 @@ class SsdReaders:
             while not fetch.finished:
                 load = fetch._loads.get(fetch._taken)
                 if load is None or load.state is not State.LOADED:
+                    break
+                if fetch.lineages is not None and (load.place is None or load.place.lineage > fetch.lineages[fetch._taken]):
+                    self._fail(fetch, fetch._taken)  # read for somebody else before a better one took its place, or replaced since
                     break
                 taken.append((fetch._taken, self._payload(load)))
                 fetch._taken += 1
@@ -283,6 +287,9 @@ class SsdReaders:
             job = [load for load in job if load.fetches]
             if job:
                 self._reading += 1
+                now = time.monotonic()
+                for load in job:
+                    load.began = now
                 return job, woken
         return [], woken
 
@@ -353,6 +360,8 @@ class SsdReaders:
         self._totals.hit_at([(now_ms - row.used_at) / 1000 for row, _ in sound])
         loaded = {load for _, load in sound}
         with self._work:
+            if sound:
+                self.moved_at = time.monotonic()
             woken: set[Fetch] = set()
             for load in job:
                 load.state = State.LOADED if load in loaded else State.FAILED

@@ -31,7 +31,7 @@ BATCH_BYTES = 16 << 20
 PAUSE_S = 1.0  # after an error nothing is admitted for so long
 RENEW_MS = 60_000  # a chain used again within this time is not renewed in the index; the TTL is longer by as much
 MOST_TOUCHES = 1 << 20  # keys that wait to be touched
-MOST_MISSING = 1 << 16
+MOST_MISSING = 1 << 16  # the latest ones
 EVICTED_AT_ONCE = 256
 
 
@@ -66,10 +66,10 @@ class SsdWriter:
         self._settled = 0
         self._closing_at: float | None = None  # monotonic time at which the queue is dropped
         self._segment: SegmentWriter | None = None
-        self._segment_id = 0
+        self._segment_id = 0  # in the index; a new index may give the same number to another segment
         self._disk = ThreadPoolExecutor(1, "forebay-ssd-disk")
         self._writing: Batch | None = None
-        self._unused: list[tuple[int, int]] = []  # bytes charged to segments for writes that failed
+        self._unused: list[tuple[int, int, str]] = []  # bytes charged to segments (number, name) for writes that failed
         self._segment_generation = 0
         self._thread = threading.Thread(target=self._run, name="forebay-ssd-writer", daemon=True)
 
@@ -134,11 +134,9 @@ class SsdWriter:
         with self._wake:
             return next((i for i, key in enumerate(keys) if key in self._doomed), len(keys))
 
-    def take_missing(self) -> list[bytes]:
+    def take_missing(self, most: int) -> list[bytes]:
         with self._wake:
-            missing = list(self._missing)
-            self._missing.clear()
-        return missing
+            return [self._missing.popleft() for _ in range(min(most, len(self._missing)))]
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything accepted so far is settled; False if it took longer."""
@@ -322,7 +320,7 @@ class SsdWriter:
             with self._index.transaction() as db:
                 self._acknowledge(db, segment, batch.fresh)
         except BaseException:
-            self._unused.append((size, self._segment_id))
+            self._unused.append((size, self._segment_id, segment.name))
             with suppress(sqlite3.Error, OSError), self._index.transaction() as db:
                 self._give_back(db)
             raise
@@ -331,7 +329,7 @@ class SsdWriter:
     def _give_back(self, db: sqlite3.Connection) -> None:
         """Take what was charged for failed writes off their segments; what the index refuses now is tried again with the next batch."""
         unused = list(self._unused)
-        db.executemany("UPDATE segments SET bytes = max(0, bytes - ?) WHERE id = ?", unused)
+        db.executemany("UPDATE segments SET bytes = max(0, bytes - ?) WHERE id = ? AND name = ?", unused)
         db.execute("COMMIT")
         db.execute("BEGIN IMMEDIATE")
         self._unused = self._unused[len(unused) :]
@@ -348,7 +346,7 @@ class SsdWriter:
             at += self._record_bytes
         db.executemany("DELETE FROM blocks WHERE key = ?", [(item.block.key,) for item in items])
         db.executemany("INSERT INTO blocks(key, segment, offset, length, owner, depth, lineage, used_at) VALUES (?,?,?,?,?,?,?,?)", rows)
-        if not db.execute("UPDATE segments SET stop = ? WHERE id = ?", (at, self._segment_id)).rowcount:
+        if not db.execute("UPDATE segments SET stop = ? WHERE id = ? AND name = ?", (at, self._segment_id, segment.name)).rowcount:
             raise IndexReplaced
 
     def _reserve(self, items: list[Item]) -> tuple[list[Item], int]:
@@ -415,7 +413,8 @@ class SsdWriter:
             row = db.execute("INSERT INTO segments(name) VALUES (?)", (segment.name,)).lastrowid
             assert row is not None
             self._segment_id = row
-        if not db.execute("UPDATE segments SET bytes = bytes + ? WHERE id = ?", (size, self._segment_id)).rowcount:
+        charge = size, self._segment_id, segment.name
+        if not db.execute("UPDATE segments SET bytes = bytes + ? WHERE id = ? AND name = ?", charge).rowcount:
             raise IndexReplaced
 
     def _renew(self, touches: list[tuple[list[bytes], int]]) -> None:

@@ -172,6 +172,8 @@ class SwaPool:
     def put(self, key: bytes, snapshot: Snapshot) -> bool:
         """Queue `snapshot` for storing under `key`; False if it was dropped, which is counted. Its rows must not change afterwards.
 
+        One with replays behind it is stored only where there is none: it must not replace a better one.
+
         Raises:
             SnapshotShapeError: the rows are not of the pool's shape, or the key has not 32 bytes.
         """
@@ -179,6 +181,10 @@ class SwaPool:
         if len(key) != KEY_BYTES:
             raise SnapshotShapeError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
         return self._writer.put(key, Store(snapshot, self._clock()))
+
+    def drop(self, key: bytes) -> None:
+        """Take back a snapshot that turned out not to be trustworthy, queued or stored. Never waits."""
+        self._writer.drop(key)
 
     def stats(self) -> SwaStats:
         w = self._writer.counts()

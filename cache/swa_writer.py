@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from forebay.cache.breaker import Breaker
 from forebay.cache.redis_link import LinkFailure, RedisLink
@@ -30,6 +31,12 @@ class Store:
     snapshot: Snapshot
     written_at: float
     refresh: bool = False
+
+    @property
+    def only(self) -> Literal["XX", "NX"] | None:
+        """A refresh needs a value to refresh. A window with replays behind it must not take the place of a better one, such as one that
+        was only not found in time."""
+        return "XX" if self.refresh else "NX" if self.snapshot.lineage else None
 
 
 @dataclass
@@ -96,11 +103,11 @@ class SwaWriter:
         return None
 
     def put(self, key: bytes, store: Store) -> bool:
-        """Queue; False if it was dropped, which is counted unless it is a refresh."""
+        """Queue; False if it was dropped, which is counted unless it is a refresh. What waits with fewer replays behind it stays."""
         with self._changed:
             before = self._queue.get(key)
-            if before is not None and store.refresh:
-                return False
+            if before is not None and (store.refresh or before.snapshot.lineage < store.snapshot.lineage):
+                return not store.refresh
             wanted = self._counts.queue_bytes + store.snapshot.nbytes - (0 if before is None else before.snapshot.nbytes)
             if self._closing:
                 reason = "error"
@@ -117,11 +124,19 @@ class SwaWriter:
             return False
 
     def doom(self, key: bytes) -> None:
-        """Delete the value of `key` from Redis, unless a good one is on its way there."""
+        """Delete the value of `key` from Redis, unless one that will replace it is on its way there."""
         with self._changed:
-            if key not in self._queue and len(self._doomed) < DELETES_KEPT:
-                self._doomed[key] = None
-                self._changed.notify_all()
+            store = self._queue.get(key)
+            if store is None or store.only == "NX":
+                self._delete_soon(key)
+
+    def drop(self, key: bytes) -> None:
+        """Take a snapshot back, queued or stored."""
+        with self._changed:
+            store = self._queue.pop(key, None)
+            if store is not None:
+                self._counts.queue_bytes -= store.snapshot.nbytes
+            self._delete_soon(key)
 
     def failed(self, *, timed_out: bool) -> None:
         """Tell the breaker of a failed call; if that opens it, a probe is planned."""
@@ -161,6 +176,11 @@ class SwaWriter:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s + 1.0)
+
+    def _delete_soon(self, key: bytes) -> None:
+        if len(self._doomed) < DELETES_KEPT:
+            self._doomed[key] = None
+        self._changed.notify_all()
 
     def _forget_queue(self) -> None:
         self._queue.clear()
@@ -223,7 +243,7 @@ class SwaWriter:
                     return
             if self._clock() < store.written_at + self._ttl_s:
                 try:
-                    stored = self._link.store(self._prefix + key, self._pack(key, store), self._ttl_ms, only_existing=store.refresh)
+                    stored = self._link.store(self._prefix + key, self._pack(key, store), self._ttl_ms, store.only)
                     self._breaker.succeeded()
                 except LinkFailure as failure:
                     reason = "oom" if failure.kind == "oom" else "error"

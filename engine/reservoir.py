@@ -27,6 +27,7 @@ from forebay.engine.metrics import Metrics
 from forebay.engine.sequence import Sequence
 
 REMEMBERED = 65_536  # blocks used lately, so that one the store turns out to lack can be stored again
+REPAIRED_AT_ONCE = 64  # blocks copied for that in one step
 
 
 class Reservoir:
@@ -77,7 +78,7 @@ class Reservoir:
         if self.store is None:
             return
         by_tenant: dict[bytes, list[Committed]] = {}
-        for key in self.store.take_missing():
+        for key in self.store.take_missing(REPAIRED_AT_ONCE):
             block, known = self.manager.index.find(key), self._used.get(key)
             if block is not None and known is not None:
                 depth, tenant = known
@@ -96,7 +97,9 @@ class Reservoir:
             sequence.copies[computed] = self.manager.windows.copy(sequence.cache.slot)
         for boundary, data in sequence.copies.items():
             window = sequence.windows[boundary] = self._snapshot(sequence, boundary, data)
-            self.live.setdefault(self._key(sequence, boundary), window)
+            lent = self.live.get(key := self._key(sequence, boundary))
+            if lent is None or window.lineage < lent.lineage:
+                self.live[key] = window
         sequence.copies.clear()
         for boundary in [b for b in sequence.windows if b < computed - 2 * size]:
             if boundary in sequence.stored or boundary > sequence.prompt_tokens:
@@ -115,8 +118,12 @@ class Reservoir:
                 self.store.touch(sequence.cache.chain.keys[: sequence.cache.committed])
             last = sequence.computed // size * size
             self._store_windows(sequence, [last - size, last], decoder_at=last)
-        elif self.store is not None and not trusted:
-            self.store.drop(sequence.cache.chain.keys[sequence.cache.own_from or 0 :])
+        elif not trusted:
+            if self.store is not None and sequence.cache.own_from is not None:
+                self.store.drop(sequence.cache.chain.keys[sequence.cache.own_from :])
+            if self.pool is not None:
+                for boundary in sequence.stored:
+                    self.pool.drop(self._key(sequence, boundary))
         for boundary in list(sequence.windows):
             self._take_back(sequence, boundary)
 

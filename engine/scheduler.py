@@ -207,18 +207,16 @@ class Scheduler:
             if not sequence.restoring:
                 self._start(sequence)
             elif restore.stalled or (failed is not None and failed <= sequence.cache.loading.start):
-                self._settle_for(sequence, sequence.cache.loading.start)
+                self._settle(sequence)
 
-    def _settle_for(self, sequence: Sequence, blocks: int) -> None:
-        """Go back to the queue: only the first `blocks` blocks of what was hoped for are there."""
-        restore = sequence.restore
-        assert restore is not None
-        del restore.lineages[max(0, blocks - restore.start) :]
+    def _settle(self, sequence: Sequence) -> None:
+        """Go back to the queue, to be admitted with what has come: the rest will not."""
+        assert sequence.restore is not None
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
         if sequence.tiers is None:
             sequence.first_plan = None
-        restore.cancel()
+        sequence.restore.cancel()  # from now on it offers no blocks; those that came are on the device
         insort(self.waiting, sequence, key=self.rank)
 
     def _reuses(self, sequence: Sequence) -> bool:
@@ -236,7 +234,7 @@ class Scheduler:
         upto = (sequence.prompt_tokens - 1 if first is None else first.resume) // size
         keys = chain.keys[:upto]
         held = len(self.manager.index.match(keys, sequence.policy.max_lineage))
-        live = [known.boundary for known in self._live_windows(sequence)]
+        live = [known.boundary for known in self._live_windows(sequence) if not known.lineage]  # for others Redis may have a better one
         windows = first is None or first.origin != "replay"
         tries = sequence.restore.tries if sequence.restore is not None else 0
         self._forget(sequence)

@@ -52,14 +52,26 @@ class TierOptions:
 
 
 def ssd_budget(folder: Path, ssd_bytes: int | None) -> int:
-    """Bytes the store may take in `folder`, which need not exist yet: `ssd_bytes`, or a tenth of its file system, at most 256 GiB."""
+    """Bytes the store may take in `folder`, which need not exist yet: `ssd_bytes`, or a tenth of its file system, at most 256 GiB.
+
+    Raises:
+        ConfigError: see `existing`.
+    """
     if ssd_bytes is not None:
         return ssd_bytes
     return min(shutil.disk_usage(existing(folder)).total // 10, MOST_BUDGET)
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
+    """The folder, or its nearest parent that exists.
+
+    Raises:
+        ConfigError: the way there may not be looked at.
+    """
+    try:
+        while not folder.exists():
+            folder = folder.parent
+    except OSError as error:
+        advice = "choose another --cache-dir, or --cache-dir none"
+        raise ConfigError(f"{folder} cannot be used: {error.strerror}; {advice}", param="dir") from None
     return folder

@@ -71,6 +71,7 @@ def _lowest(scores: Tensor, k: int, columns: Tensor | None, visible: Tensor | No
         width = max(k, int(visible.max()))
         full = scores.new_full((scores.shape[0], width + 1), -torch.inf)
         scores = full.scatter_(1, torch.where(columns >= 0, columns, width), scores)[:, :width]
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)  # chosen first, as by topk: a broken row must not break the others
     cut = torch.topk(scores, k, dim=-1).values[:, -1:]
     above, equal = scores > cut, scores == cut
     room = k - above.sum(-1, keepdim=True)

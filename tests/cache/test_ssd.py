@@ -6,10 +6,12 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from forebay.cache.segments import MOST_OPEN, SegmentFiles, StoreDirectory, aligned, open_direct
 from forebay.cache.ssd import SsdOptions, SsdStore, StoredBlock
 from forebay.cache.ssd_index import INDEX_BYTES_PER_BLOCK
 from forebay.model.errors import ConfigError
@@ -393,3 +395,59 @@ def test_unknown_files_are_removed_and_counted(tmp_path: Path) -> None:
             ["notes.txt", segments(tmp_path)[0].name]
         )
         assert read(store, keys) == 3
+
+
+def test_few_segments_are_open_at_once_however_many_are_read(tmp_path: Path) -> None:
+    """Reads overlap all the time, so there may be no moment without one."""
+    directory = StoreDirectory(tmp_path)
+    directory.create()
+    names = [f"{i:04}.seg" for i in range(3 * MOST_OPEN)]
+    for name in names:
+        directory.segment(name).write_bytes(bytes(4096))
+    files = SegmentFiles(directory)
+    most = 0
+
+    def work(first: int) -> None:
+        nonlocal most
+        row = aligned(4096)
+        for name in names[first:] + names[:first]:
+            assert files.read(name, [row], 0) == 4096
+            most = max(most, len(files._files))
+
+    open_before = len(os.listdir("/proc/self/fd"))
+    files._files[names[0]] = [open_direct(directory.segment(names[0]), os.O_RDONLY), 1]  # a read that takes long
+    threads = [threading.Thread(target=work, args=(17 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most <= MOST_OPEN + 4
+    files._files[names[0]][1] = 0
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_a_fetch_knows_whether_it_is_read_or_waits_for_its_turn(tmp_path: Path) -> None:
+    a, b = chain("a", 4), chain("b", 4)
+    with opened(tmp_path, rows=8, readers=1) as store:
+        put(store, a + b)
+        files, gate, turns = store._readers._files, threading.Semaphore(0), threading.Semaphore(0)
+        read_now = files.read
+
+        def wait_for_the_gate(*args: Any) -> int:
+            turns.release()
+            assert gate.acquire(timeout=WAIT_S)
+            return read_now(*args)
+
+        files.read = wait_for_the_gate  # type: ignore[method-assign]
+        first, second = Reader(store, a), Reader(store, b)
+        assert turns.acquire(timeout=WAIT_S)
+        begun = first.fetch.still_since
+        assert begun > 0
+        assert second.fetch.still_since == 0, "nothing has ever come"
+        gate.release()
+        first.finish()
+        assert turns.acquire(timeout=WAIT_S)
+        assert second.fetch.still_since > store._readers.moved_at > begun
+        gate.release()
+        second.finish()

@@ -8,10 +8,12 @@ import resource
 import shutil
 import sqlite3
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forebay.cache import segments as segment_files
@@ -374,3 +376,33 @@ def test_a_store_whose_directory_vanishes_answers_with_misses(tmp_path: Path) ->
         assert store.flush(WAIT_S)
         store.reap()
         assert store.stats().io_errors["index"] > 0
+
+
+def test_a_number_in_a_new_index_is_not_taken_for_the_one_in_the_old(tmp_path: Path) -> None:
+    """The index is lost twice; the second time while a batch is written, whose segment's number is another segment's by then."""
+    old, new = chain("old", 20), chain("new", 3)
+    with opened(tmp_path) as store:
+        put(store, old)
+    with opened(tmp_path) as store:
+        (tmp_path / "index.sqlite").unlink()
+        put(store, chain("between", 2))  # in a segment that is the first one of the new index
+        eventually(store._index.is_complete)
+        segment = store._writer._segment
+        assert segment is not None
+        writing, go, write = threading.Event(), threading.Event(), segment.write
+
+        def slow(parts: Sequence[np.ndarray]) -> int:
+            writing.set()
+            assert go.wait(WAIT_S)
+            return write(parts)
+
+        segment.write = slow  # type: ignore[method-assign]
+        store.put([StoredBlock(key, i, 0) for i, key in enumerate(new)], payload_of(new), TENANT)
+        assert writing.wait(WAIT_S)
+        (tmp_path / "index.sqlite").unlink()
+        eventually(lambda: store.lookup(old) == [0] * 20 and store._index.is_complete())
+        go.set()
+        assert store.flush(WAIT_S)
+        assert store.lookup(new) == []
+    with opened(tmp_path) as store:
+        assert read(store, old) == 20

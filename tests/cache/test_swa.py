@@ -31,9 +31,9 @@ class Clock:
         return self.seconds
 
 
-def make(canary: int, decoder: bool = False, shape: SnapshotShape = SHAPE) -> Snapshot:
+def make(canary: int, decoder: bool = False, shape: SnapshotShape = SHAPE, lineage: int = 0) -> Snapshot:
     rows = [np.full(half, canary, np.uint8) for half in (shape.encoder, shape.decoder)]
-    return Snapshot(256, 128, 128 if decoder else None, 1, rows[0], rows[1] if decoder else None)
+    return Snapshot(256, 128, 128 if decoder else None, lineage, rows[0], rows[1] if decoder else None)
 
 
 def canary(found: tuple[bytes, Snapshot] | None) -> int | None:
@@ -87,14 +87,14 @@ def pool(raw: Any, make_pool: Callable[..., SwaPool]) -> SwaPool:
 def test_what_is_stored_comes_back(raw: Any, make_pool: Callable[..., SwaPool], shape: SnapshotShape) -> None:
     pool = make_pool(shape=shape)
     one, two = os.urandom(32), os.urandom(32)
-    assert pool.put(one, make(1, shape=shape)) and pool.put(two, make(2, decoder=True, shape=shape))
+    assert pool.put(one, make(1, shape=shape, lineage=1)) and pool.put(two, make(2, True, shape, lineage=2))
     assert pool.flush(PATIENT)
     other = make_pool(shape=shape)  # another process would be the same
     for reader in (pool, other):
         for key, byte in ((one, 1), (two, 2)):
             found = reader.get([key])
             assert found is not None and found[0] == key and canary(found) == byte
-            assert (found[1].boundary, found[1].encoder_floor, found[1].lineage) == (256, 128, 1)
+            assert (found[1].boundary, found[1].encoder_floor, found[1].lineage) == (256, 128, byte)
             assert (found[1].decoder is not None) == (found[1].decoder_floor is not None) == (byte == 2)
     stats = pool.stats()
     assert (stats.hits, stats.stores, stats.breaker, stats.queue_bytes) == (2, 2, "closed", 0)
@@ -436,3 +436,40 @@ def test_threads_end_with_the_pool(server: Server) -> None:
     assert set(threading.enumerate()) - before
     pool.close()
     until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_a_window_with_replays_behind_it_never_replaces_a_better_one(server: Server, pool: SwaPool) -> None:
+    """As when a lookup missed what is there, and the window was replayed."""
+    key, other = os.urandom(32), os.urandom(32)
+    assert pool.put(key, make(1, lineage=0)) and pool.flush(PATIENT)
+    assert pool.put(key, make(2, lineage=1)) and pool.flush(PATIENT)
+    assert canary(pool.get([key])) == 1
+    server.signal(signal.SIGSTOP)
+    try:
+        assert pool.put(other, make(3, lineage=2)) and canary(pool.get([other])) == 3
+        assert pool.put(other, make(4, lineage=1)) and canary(pool.get([other])) == 4
+        assert pool.put(other, make(5, lineage=2)) and canary(pool.get([other])) == 4
+    finally:
+        server.signal(signal.SIGCONT)
+    assert pool.flush(PATIENT)
+    assert canary(pool.get([other])) == 4
+    assert pool.put(other, make(6, lineage=0)) and pool.flush(PATIENT)
+    assert canary(pool.get([other])) == 6
+    assert pool.stats().stores == 3
+
+
+def test_what_is_dropped_is_gone_queued_or_stored(server: Server, pool: SwaPool) -> None:
+    stored, queued = os.urandom(32), os.urandom(32)
+    assert pool.put(stored, make(1)) and pool.flush(PATIENT)
+    server.signal(signal.SIGSTOP)
+    try:
+        assert pool.put(os.urandom(32), make(2)) and pool.put(queued, make(3))
+        pool.drop(stored)
+        pool.drop(queued)
+    finally:
+        server.signal(signal.SIGCONT)
+    assert pool.flush(PATIENT)
+    assert pool.get([stored, queued]) is None
+    assert pool.stats().queue_bytes == 0
+    assert pool.put(stored, make(4)) and pool.flush(PATIENT)
+    assert canary(pool.get([stored])) == 4

@@ -11,11 +11,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from engines import WINDOW, Memo, assert_idle, continuation, greedy, short
 from forebay.cache.snapshot import Snapshot
 from forebay.cache.ssd import StoredBlock
+from forebay.engine import reservoir as reservoir_file
 from forebay.engine.metrics import Metrics
 from forebay.engine.reservoir import Reservoir
 from forebay.engine.worker import Engine
@@ -63,7 +65,7 @@ class Blocks:
         for key in keys:
             self.held.pop(key, None)
 
-    def take_missing(self) -> list[bytes]:
+    def take_missing(self, most: int) -> list[bytes]:
         return []
 
 
@@ -74,6 +76,7 @@ class Read:
         self.next = 0
         self.out: set[int] = set()
         self.failed_at: int | None = None
+        self.still_since = 0.0
         self.cancelled = False
 
     def bring(self, count: int) -> None:
@@ -115,6 +118,9 @@ class Windows:
             None if snapshot.decoder is None else snapshot.decoder.copy(),
         )  # fmt: skip
         return True
+
+    def drop(self, key: bytes) -> None:
+        self.held.pop(key, None)
 
     def get(self, keys: Sequence[bytes]) -> tuple[bytes, Snapshot] | None:
         return next(((key, self.held[key]) for key in keys if key in self.held), None)
@@ -231,3 +237,68 @@ def test_after_a_restart_everything_comes_from_the_tiers() -> None:
     assert tiers is not None
     assert (tiers.ssd, tiers.hbm, tiers.window, tiers.lineage) == (72, 0, "swa", 0)
     assert_idle(again.engine)
+
+
+def broken(memo: Tiered) -> None:
+    """From now on no step gives a finite number."""
+    run = memo.runner.run
+
+    def run_badly(rows: Any, record: Any = None) -> Any:
+        logits, scored = run(rows, record)
+        return torch.full_like(logits, torch.nan), scored
+
+    memo.runner.run = run_badly  # type: ignore[method-assign]
+
+
+def test_choices_that_fail_together_take_back_only_what_they_computed() -> None:
+    """The followers never opened a sequence, so nothing in the store is theirs."""
+    memo = Tiered(random.Random(0))
+    memo.add(short(60), greedy(4))
+    while memo.engine.busy:
+        memo.go()
+    stored = set(memo.blocks.held)
+    assert stored
+    broken(memo)
+    names = [memo.add([*short(60), *short(10, 3)], greedy(4), share="one prompt") for _ in range(3)]
+    while memo.engine.busy:
+        memo.go()
+    assert [memo.last(name).finish_reason for name in names] == ["error"] * 3
+    assert set(memo.blocks.held) == stored
+
+
+def test_what_cannot_be_trusted_is_taken_back_from_every_tier() -> None:
+    memo = Tiered(random.Random(0))
+    name = memo.add(short(60), greedy(20))
+    while len(memo.tokens(name)) < 2:
+        memo.go()
+    assert memo.snapshots.held and memo.blocks.held
+    broken(memo)
+    while memo.engine.busy:
+        memo.go()
+    assert memo.last(name).finish_reason == "error"
+    assert not memo.snapshots.held and not memo.blocks.held
+
+
+def test_a_store_that_lost_everything_is_filled_again_a_little_with_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservoir_file, "REPAIRED_AT_ONCE", 3)
+    memo = Tiered(random.Random(0))
+    for _ in range(2):
+        memo.add(short(80), greedy(1))
+        while memo.engine.busy:
+            memo.go()
+    lost, put, sizes = sorted(memo.blocks.held), memo.blocks.put, []
+    memo.blocks.held.clear()
+
+    def take_missing(most: int) -> list[bytes]:
+        taken = [lost.pop() for _ in range(min(most, len(lost)))]
+        return taken
+
+    def put_and_count(blocks: Sequence[StoredBlock], *rest: Any) -> int:
+        sizes.append(len(blocks))
+        return put(blocks, *rest)
+
+    monkeypatch.setattr(memo.blocks, "take_missing", take_missing)
+    monkeypatch.setattr(memo.blocks, "put", put_and_count)
+    while lost:
+        memo.step()
+    assert max(sizes) == 3 and len(memo.blocks.held) == 9

@@ -143,3 +143,8 @@ def test_single_server_is_no_cluster() -> None:
 def test_name_is_the_servers_own() -> None:
     assert judge("redis://h", GOOD, cluster=False).server == "redis 7.2.4"
     assert judge("redis://h", GOOD | {"valkey_version": "9.1.2"}, cluster=False).server == "valkey 9.1.2"
+
+
+def test_a_way_that_cannot_be_looked_at_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="cannot be used: File name too long; choose another --cache-dir"):
+        ssd_budget(Path("/tmp", "x" * 300, "kv"), None)

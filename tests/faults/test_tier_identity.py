@@ -48,7 +48,7 @@ from tiered import (
 @pytest.mark.case("B033")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))])
 def test_b033_copies_hold_what_the_device_holds(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 sequences at once. Their blocks reach host memory late: on a CPU, only when the writer waits for them; on a GPU, the kernels
+    """64 sequences at once. Their blocks reach host memory late: on a CPU, only when the writer waits for them; on a GPU, the results
     of every step are late, and the copy must come after them on the stream."""
     copy, late = reservoir._host_copy, [0]
 
@@ -71,9 +71,14 @@ def test_b033_copies_hold_what_the_device_holds(tmp_path: Path, device: str, mon
         run = llm.engine.runner.run
 
         def behind(rows: Any) -> Any:
-            if device == "cuda":
+            result = run(rows)
+            if device == "cuda":  # what the step wrote gets there last, and late: a copy on another stream would find something else
+                data = llm.engine.runner.blocks.data
+                written = data.clone()
+                data.fill_(0xEE)
                 torch.cuda._sleep(20_000_000)
-            return run(rows)
+                data.copy_(written)
+            return result
 
         llm.engine.runner.run = behind
         outputs = llm.generate(prompts, greedy(20))

@@ -146,3 +146,13 @@ def test_candidate_masks_equal_golden(components: Components, pool: int, size: i
     wanted = g[f"candidates.top{pool}_block{size}"]
     seen = ~hidden  # entries that are not visible yet may be in the golden mask: the causal mask comes on top of it
     assert torch.equal(mask[:, : scores.shape[1]] & seen, wanted & seen)
+
+
+def test_a_row_that_is_not_finite_is_chosen_from_like_any_other() -> None:
+    """It fails its own request later on; the other rows of the step must not notice."""
+    scores = torch.full((2, 8), -torch.inf, dtype=torch.bfloat16)
+    scores[0, :3] = torch.nan
+    scores[1, :3] = torch.tensor([1.0, 3.0, 2.0])
+    columns = torch.tensor([[0, 1, 2, -1, -1, -1, -1, -1], [1, 3, 4, -1, -1, -1, -1, -1]])
+    found = select_top(scores, 4, [None, None], columns, torch.tensor([5, 5]))
+    assert found.tolist() == [[0, 1, 2, 3], [0, 1, 3, 4]]
