@@ -20,7 +20,7 @@ runs the decoder half:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Origin = Literal["none", "live", "swa", "replay"]
@@ -62,6 +62,7 @@ class ResumePlan:
         with_decoder: the window's decoder rows are loaded as well.
         faithful: the result equals a cold run's, if the adopted blocks do.
         approximates: rows that later blocks depend on are computed from truncated windows: these blocks have one more replay behind them.
+        windows_from: windows at boundaries from here on are as `lineage` says and can be kept; earlier ones are not.
         lineage: bounded replays behind what this sequence computes.
     """
 
@@ -75,6 +76,7 @@ class ResumePlan:
     with_decoder: bool = False
     faithful: bool = True
     approximates: bool = False
+    windows_from: int = field(default=0, compare=False)
     lineage: int = 0
 
     @property
@@ -122,13 +124,17 @@ def plan_resume(
         plan = _from_window(known, resume, anchor, behind, geometry, prefill)
         if plan is not None:
             (faithful if plan.faithful else others).append(plan)
-    faithful.append(_exact_replay(resume, anchor, behind, geometry, prefill))
+    faithful.append(_exact_replay(resume, anchor, behind, geometry, prefill, replay))
     best = min(faithful, key=_cost)
     if prefill == "exact" or replay == "exact":
         return best
     start = resume - window
-    bounded = ResumePlan(resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, lineage=behind + 1)
-    return best if best.start >= bounded.start else min([bounded, *others], key=_cost)
+    bounded = ResumePlan(
+        resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, windows_from=resume, lineage=behind + 1
+    )
+    if best.start >= bounded.start:
+        return best
+    return min([bounded, *others], key=lambda plan: (plan.lineage, _cost(plan)))
 
 
 def wanted_boundaries(prompt_tokens: int, hit_tokens: int, geometry: Geometry, prefill: Mode = "bounded") -> list[int]:
@@ -168,21 +174,30 @@ def _from_window(known: KnownWindow, resume: int, anchor: int, behind: int, geom
     low, lineage = max(0, s - geometry.window), max(behind, known.lineage)
     if prefill == "exact":
         exact = floor == 0 and lineage == 0
-        return ResumePlan(resume, s, low, 0, 0, known.origin, s, with_decoder=True) if exact else None
+        return ResumePlan(resume, s, low, 0, 0, known.origin, s, with_decoder=True, windows_from=s) if exact else None
     if s <= anchor:
         # A window with more replays behind it than the blocks is not the one that a cold run over these blocks would have.
-        return ResumePlan(resume, s, low, anchor, anchor, known.origin, s, faithful=known.lineage <= behind, lineage=lineage)
+        fits = known.lineage <= behind
+        return ResumePlan(resume, s, low, anchor, anchor, known.origin, s, faithful=fits, windows_from=s, lineage=lineage)
     if floor is not None and floor <= low:
-        return ResumePlan(resume, s, low, s, low, known.origin, s, with_decoder=True, faithful=False, lineage=lineage)
-    return ResumePlan(resume, anchor, low, anchor, anchor, known.origin, s, faithful=False, approximates=True, lineage=lineage + 1)
+        return ResumePlan(
+            resume, s, low, s, low, known.origin, s, with_decoder=True, faithful=False, windows_from=s, lineage=lineage
+        )
+    return ResumePlan(
+        resume, anchor, low, anchor, anchor, known.origin, s, faithful=False, approximates=True, windows_from=resume, lineage=lineage + 1
+    )
 
 
-def _exact_replay(resume: int, anchor: int, behind: int, geometry: Geometry, prefill: Mode) -> ResumePlan:
+def _exact_replay(resume: int, anchor: int, behind: int, geometry: Geometry, prefill: Mode, replay: Mode) -> ResumePlan:
     """Replay that starts so early that every row of interest is exact (spec/model.md §12.1)."""
     reach = geometry.window - 1
     if prefill == "exact":
         start = max(0, resume - (geometry.encoder_layers + geometry.decoder_layers) * reach)
-        return ResumePlan(resume, start, start, start, start, "replay", lineage=behind)
+        return ResumePlan(resume, start, start, start, start, "replay", windows_from=resume, lineage=behind)
     # Rows from `anchor` on need exact encoder outputs, rows from `resume` on exact encoder windows.
-    start = max(0, min(resume, anchor) - geometry.encoder_layers * reach)
-    return ResumePlan(resume, start, start, anchor, anchor, "replay", lineage=behind)
+    exact_from = min(resume, anchor)
+    if replay == "exact":
+        # From the boundary before, the window there is exact too and can be kept: the next repetition of the prompt need not replay again.
+        exact_from -= exact_from % geometry.block_tokens
+    start = max(0, exact_from - geometry.encoder_layers * reach)
+    return ResumePlan(resume, start, start, anchor, anchor, "replay", windows_from=exact_from, lineage=behind)

@@ -22,6 +22,7 @@ from forebay.cache.swa import SwaPool
 
 LOOKUP_DEADLINE_S = 1.0  # a request does not wait longer for tiers to say what they have
 TRIES = 3
+MOST_LOOKUPS = 1024  # under way; if a disk hangs, requests beyond these are computed and nothing piles up
 STALL_S = 2.0  # nor for a block that is being read
 
 log = logging.getLogger("forebay.cache")
@@ -47,6 +48,10 @@ class Restore:
         self._lock = threading.Lock()
         self._cancelled = False
         self._begun = self._moved = time.monotonic()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
 
     @property
     def ready(self) -> bool:
@@ -129,6 +134,7 @@ class Restorer:
         self.geometry, self.store, self.pool = geometry, store, pool
         self._wake = wake
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="forebay-restore")
+        self._room = threading.Semaphore(MOST_LOOKUPS)
 
     def start(
         self, keys: Sequence[bytes], held: int, prompt_tokens: int, policy: Policy, *, windows: bool = True, live: Sequence[int] = ()
@@ -141,7 +147,7 @@ class Restorer:
             windows: whether a snapshot would be taken; `live`: boundaries of windows that running sequences have.
         """
         restore = Restore(held)
-        if not keys or (held == len(keys) and not (windows and self.pool)):
+        if not keys or (held == len(keys) and not (windows and self.pool)) or not self._room.acquire(blocking=False):
             restore.done()
         else:
             self._threads.submit(self._find, restore, list(keys), held, prompt_tokens, policy, windows, frozenset(live))
@@ -151,6 +157,8 @@ class Restorer:
         self, restore: Restore, keys: list[bytes], held: int, prompt_tokens: int, policy: Policy, windows: bool, live: frozenset[int]
     ) -> None:
         try:
+            if restore.cancelled:
+                return
             missing = keys[held:]
             if self.store is not None and missing:
                 restore.lineages = self.store.lookup(missing, policy.max_lineage)
@@ -161,12 +169,11 @@ class Restorer:
         except Exception:  # a tier that breaks is a tier that has nothing
             log.exception("looking for cached blocks failed")
         finally:
+            self._room.release()
             restore.done()
             self._wake()
 
-    def _find_window(
-        self, restore: Restore, keys: list[bytes], hit: int, prompt_tokens: int, policy: Policy, live: frozenset[int]
-    ) -> None:
+    def _find_window(self, restore: Restore, keys: list[bytes], hit: int, prompt_tokens: int, policy: Policy, live: frozenset[int]) -> None:
         assert self.pool is not None
         size = self.geometry.block_tokens
         places = wanted_boundaries(prompt_tokens, hit * size, self.geometry, policy.prefill)

@@ -161,14 +161,8 @@ def pack(snapshot: Snapshot, key: bytes, identity: bytes, shape: SnapshotShape, 
     return value.data
 
 
-def unpack(
-    value: bytes | bytearray | memoryview, key: bytes, identity: bytes, shape: SnapshotShape, into: Snapshot | None = None
-) -> Snapshot:
-    """The snapshot stored in `value`, after checking every byte of it.
-
-    Args:
-        into: its `encoder` and, if it has one, `decoder` receive the rows; nothing is written before everything is checked. Without it
-            the rows are read-only views of `value`.
+def unpack(value: bytes | bytearray | memoryview, key: bytes, identity: bytes, shape: SnapshotShape) -> Snapshot:
+    """The snapshot stored in `value`, after checking every byte of it. Its rows are read-only views of `value`.
 
     Raises:
         BadSnapshot: `value` is damaged, cut, of another version, or belongs to another key, model or layout.
@@ -206,15 +200,12 @@ def unpack(
         raise BadSnapshot("length")
     if (decoder is not None and len(decoder) != shape.decoder_bytes) or (decoder is None) != (decoder_floor == NONE):
         raise BadSnapshot("length")
-    encoder = _placed(encoder.reshape(shape.encoder), None if into is None else into.encoder)
+    encoder = _locked(encoder.reshape(shape.encoder))
     if decoder is not None:
-        decoder = _placed(decoder.reshape(shape.decoder), None if into is None else into.decoder)
+        decoder = _locked(decoder.reshape(shape.decoder))
     return Snapshot(boundary, encoder_floor, None if decoder is None else decoder_floor, lineage, encoder, decoder, written_at)
 
 
-def _placed(rows: np.ndarray, buffer: np.ndarray | None) -> np.ndarray:
-    if buffer is None:
-        rows.flags.writeable = False
-        return rows
-    np.copyto(buffer, rows, casting="no")
-    return buffer
+def _locked(rows: np.ndarray) -> np.ndarray:
+    rows.flags.writeable = False
+    return rows

@@ -62,7 +62,6 @@ class SsdReaders:
         self, directory: StoreDirectory, index: SsdIndex, totals: Totals, *, identity: bytes, block_bytes: int,
         staging: np.ndarray, now_ms: Callable[[], int], life_ms: int, touch: Callable[[Sequence[bytes]], None], threads: int,
     ) -> None:  # fmt: skip
-        self._directory = directory
         self._index = index
         self._totals = totals
         self._identity = identity
@@ -375,7 +374,7 @@ class SsdReaders:
                         if positions:
                             self._fail(fetch, min(positions))
             self._reading -= 1
-            if not self._reading and not self._jobs and not self._fetches:
+            if not self._reading and not self._jobs:  # a fetch may wait for rows for long, and unlinked segments hold their space
                 self._files.close()
             self._work.notify_all()
         self._touch([load.key for load in job if load in loaded])

@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -145,8 +146,8 @@ class Scheduler:
         if first is not None:
             # Nor may blocks with more replays behind them than the first time take their place.
             policy = replace(policy, replay="exact" if first.faithful else policy.replay, max_lineage=first.lineage - first.approximates)
-            if first.origin == "replay" and not first.faithful:
-                offer = replace(offer, windows=())
+            if not first.faithful:
+                offer = replace(offer, windows=self._first_window(sequence))
         plan = self.manager.open(
             sequence.cache,
             sequence.tokens,
@@ -159,7 +160,8 @@ class Scheduler:
         if plan is None:
             return False
         if plan.boundary is not None:
-            self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)
+            window = self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)
+            sequence.resumed_from = None if plan.faithful else window
         sequence.computed = plan.start
         self._choose_copies(sequence)
         if first is None:
@@ -215,7 +217,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
         if sequence.tiers is None:
-            sequence.first_plan = None
+            sequence.first_plan = sequence.resumed_from = None
         sequence.restore.cancel()  # from now on it offers no blocks; those that came are on the device
         insort(self.waiting, sequence, key=self.rank)
 
@@ -235,7 +237,7 @@ class Scheduler:
         keys = chain.keys[:upto]
         held = len(self.manager.index.match(keys, sequence.policy.max_lineage))
         live = [known.boundary for known in self._live_windows(sequence) if not known.lineage]  # for others Redis may have a better one
-        windows = first is None or first.origin != "replay"
+        windows = first is None or (first.faithful and first.origin != "replay")
         tries = sequence.restore.tries if sequence.restore is not None else 0
         self._forget(sequence)
         sequence.restore = self.restorer.start(keys, held, sequence.prompt_tokens, sequence.policy, windows=windows, live=live)
@@ -256,15 +258,27 @@ class Scheduler:
                 found.append(KnownWindow(window.boundary, "live", window.lineage, window.decoder_floor))
         return found
 
-    def _load_window(self, sequence: Sequence, boundary: int, live: bool, with_decoder: bool) -> None:
+    def _first_window(self, sequence: Sequence) -> tuple[KnownWindow, ...]:
+        """The window that its first admission resumed from, as an offer."""
+        window, first = sequence.resumed_from, sequence.first_plan
+        if window is None or first is None:
+            return ()
+        origin: Literal["live", "swa"] = "live" if first.origin == "live" else "swa"
+        return (KnownWindow(window.boundary, origin, window.lineage, window.decoder_floor),)
+
+    def _load_window(self, sequence: Sequence, boundary: int, live: bool, with_decoder: bool) -> Snapshot:
+        """Put the window of a plan into the sequence's slot."""
         key = sequence.cache.chain.keys[boundary // self.manager.layout.block_tokens - 1]
-        if live:
+        if sequence.resumed_from is not None:
+            window = sequence.resumed_from
+        elif live:
             window = self.live[key]
         else:
             assert sequence.restore is not None
             window = sequence.restore.windows[boundary]
         decoder = _tensor(window.decoder) if with_decoder and window.decoder is not None else None
         self.manager.windows.load(sequence.cache.slot, _tensor(window.encoder), decoder)
+        return window
 
     def _choose_copies(self, sequence: Sequence) -> None:
         """Choose where its window is copied while its known tokens are computed; generated ones are copied as they come."""
@@ -275,7 +289,7 @@ class Scheduler:
         if sequence.generated:
             places |= {*kept_boundaries(len(sequence.tokens), self.manager.geometry)}
         # Before the resume point a replayed window is not what it should be.
-        sequence.copy_at = sorted(p for p in places if p > sequence.computed and p >= plan.resume and p not in sequence.windows)
+        sequence.copy_at = sorted(p for p in places if p > sequence.computed and p >= plan.windows_from and p not in sequence.windows)
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
         """Give every decoding sequence room for its next token, preempting the last in order when there is none."""
@@ -321,7 +335,7 @@ class Scheduler:
             follower.leader = None
             follower.saved = leader.saved
             # Without the copy it computes the prompt again, and must do so just as the leader did.
-            follower.first_plan = leader.first_plan
+            follower.first_plan, follower.resumed_from = leader.first_plan, leader.resumed_from
             lineage = leader.first_plan.lineage if leader.first_plan is not None else 0
             lent = TierCounts(hbm=leader.prompt_tokens, window="live", lineage=lineage)
             follower.tiers = lent if shared else replace(leader.tiers or TierCounts())
@@ -335,8 +349,8 @@ class Scheduler:
         self._forget(sequence)
         self.running.remove(sequence)
         self.manager.release(sequence.cache)
-        if sequence.tiers is None:
-            sequence.first_plan = None  # it had not begun
+        if sequence.tiers is None:  # it had not begun
+            sequence.first_plan = sequence.resumed_from = None
         sequence.preemptions += 1
         sequence.computed = 0
         self.add(sequence)

@@ -44,6 +44,7 @@ class Sequence:
         followers: choices of the same prompt that wait for this one's prefill; `leader` is the one that a choice waits for.
         policy: what it accepts from the cache.
         first_plan: how the first admission resumed; a recompute after preemption must resume just as well, or the text would change.
+        resumed_from: the window of that resume, if no other one gives the same text.
         restore: what other tiers have for it, while it waits and until its blocks are in.
         copy_at: boundaries within its known tokens at which its window is copied on the way.
         copies: copies taken in the last step, by boundary, [layers, window, row_bytes] u8.
@@ -74,6 +75,7 @@ class Sequence:
         self.computed = 0
         self.policy = policy or Policy(mode)
         self.first_plan: ResumePlan | None = None
+        self.resumed_from: Snapshot | None = None
         self.restore: Restore | None = None
         self.copy_at: list[int] = []
         self.copies: dict[int, Tensor] = {}

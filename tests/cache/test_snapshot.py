@@ -71,20 +71,6 @@ def test_the_value_is_memory_of_its_own() -> None:
     assert same(unpack(value, KEY, IDENTITY, SHAPE), make())
 
 
-def test_into_given_buffers_only_when_everything_is_right() -> None:
-    value = bytearray(pack(make(), KEY, IDENTITY, SHAPE))
-    buffers = Snapshot(0, 0, None, 0, np.zeros(SHAPE.encoder, np.uint8), np.zeros(SHAPE.decoder, np.uint8))
-    assert buffers.decoder is not None
-    value[-1] ^= 1
-    with pytest.raises(BadSnapshot):
-        unpack(value, KEY, IDENTITY, SHAPE, into=buffers)
-    assert not buffers.encoder.any() and not buffers.decoder.any()
-    value[-1] ^= 1
-    back = unpack(value, KEY, IDENTITY, SHAPE, into=buffers)
-    assert back.encoder is buffers.encoder and back.decoder is buffers.decoder
-    assert same(back, make())
-
-
 def test_every_flipped_bit_is_found() -> None:
     value = bytearray(pack(make(), KEY, IDENTITY, SHAPE))
     kinds = set()

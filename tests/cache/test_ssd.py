@@ -451,3 +451,21 @@ def test_a_fetch_knows_whether_it_is_read_or_waits_for_its_turn(tmp_path: Path) 
         assert second.fetch.still_since > store._readers.moved_at > begun
         gate.release()
         second.finish()
+
+
+def test_a_fetch_that_waits_for_rows_keeps_no_segment_open(tmp_path: Path) -> None:
+    """Evicted segments would hold their space on disk, beyond the budget."""
+    with opened(tmp_path, segment_bytes=10 * RECORD) as store:
+        chains = [chain(i, 10) for i in range(4)]
+        for keys in chains:
+            put(store, keys)
+        waiting = Reader(store, chains[0])
+        waiting.wait_until(lambda: len(waiting.blocks) == 8, free=False)  # half of the rows, until its request is admitted
+        for keys in chains[1:]:
+            read(store, keys)
+        store.drop([key for keys in chains for key in keys])
+        assert store.flush(WAIT_S)
+        store.reap()
+        assert len(segments(tmp_path)) <= 1  # the one being written
+        names = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert not [name for name in names if name.startswith(str(tmp_path)) and name.endswith(".seg (deleted)")]

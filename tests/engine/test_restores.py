@@ -44,7 +44,7 @@ class Blocks:
         found = (self.held.get(key, (-1, None))[0] for key in keys)
         return list(takewhile(lambda n: n >= 0 and (max_lineage is None or n <= max_lineage), found))
 
-    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None]) -> Read:
+    def fetch(self, keys: Sequence[bytes], wake: Callable[[], None], lineages: Sequence[int]) -> Read:
         read = Read([self.held[key][1] for key in keys])
         with self._lock:
             self.reads.append(read)
@@ -302,3 +302,32 @@ def test_a_store_that_lost_everything_is_filled_again_a_little_with_each_step(mo
     while lost:
         memo.step()
     assert max(sizes) == 3 and len(memo.blocks.held) == 9
+
+
+def test_a_recompute_resumes_from_the_very_window_of_the_first_time() -> None:
+    """Where nothing else gives the same text: decoder rows of another run stand in for encoder outputs that are kept nowhere."""
+    memo = Tiered(random.Random(0))
+    name = memo.add(short(60), greedy(13))
+    while memo.engine.busy:
+        memo.go()
+    snapshots = memo.snapshots.held
+    last = max(snapshots, key=lambda key: snapshots[key].boundary)
+    memo.snapshots.held = {last: snapshots[last]}
+    turn = [*short(60), *memo.tokens(name), 9]
+    again = memo.add(turn, greedy(20))
+    while len(memo.tokens(again)) < 3:
+        memo.go()
+    (sequence,) = memo.scheduler.running
+    first = sequence.cache.plan
+    assert first is not None
+    assert (first.origin, first.boundary, first.with_decoder, first.faithful) == ("swa", 72, True, False)
+    memo.snapshots.held.clear()
+    memo.scheduler._preempt(sequence)
+    memo.manager.clear()
+    while memo.scheduler.running != [sequence] or sequence.restoring:
+        memo.go()
+    assert sequence.preemptions == 1
+    assert sequence.cache.plan == first
+    while memo.engine.busy:
+        memo.go()
+    assert memo.tokens(again) == continuation(turn, 20)

@@ -401,7 +401,7 @@ class Shelf:
         found = [self.lineages.get(key, -1) for key in keys]
         return list(takewhile(lambda n: n >= 0 and (max_lineage is None or n <= max_lineage), found))
 
-    def fetch(self, keys: list[bytes], wake: Any) -> Read:
+    def fetch(self, keys: list[bytes], wake: Any, lineages: Any) -> Read:
         self.reads.append(Read(keys))
         return self.reads[-1]
 
