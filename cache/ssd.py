@@ -190,6 +190,8 @@ class SsdStore:
 
     def reap(self) -> None:
         """Delete expired blocks and give their space back, now; the keeper does it every minute. Errors are counted."""
+        if self._closed:
+            return
         try:
             self._keeper.reap()
         except sqlite3.Error:

@@ -15,6 +15,7 @@ from forebay.cache.ssd_graves import bury, forget_segments
 from forebay.cache.ssd_index import SsdIndex
 from forebay.cache.ssd_recovery import missing_segments, rebuild, tidy
 from forebay.cache.ssd_stats import Totals
+from forebay.model.errors import ConfigError
 
 TICK_S = 1.0
 REAP_EVERY_S = 60.0  # of the clock, or a hundredth of the TTL if that is less
@@ -68,10 +69,12 @@ class Keeper:
             work()
         except sqlite3.Error:
             self._totals.io_error("index")
-        except OSError:
+        except (OSError, ConfigError):
             self._totals.io_error("write")
 
     def _tick(self) -> None:
+        if not self._directory.segments.is_dir():  # somebody removed it
+            self._directory.create()
         if self._tidied != self._index.generation or not self._index.is_complete():
             with self._directory.lock(LOCK, wait=False) as ours:
                 if not ours:

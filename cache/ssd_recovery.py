@@ -31,24 +31,24 @@ def rebuild(directory: StoreDirectory, index: SsdIndex, now_ms: Callable[[], int
         if stopping():
             return
     with index.transaction() as db:
+        db.execute("DELETE FROM dropped")
         db.execute("UPDATE state SET complete = 1")
 
 
 def tidy(directory: StoreDirectory, index: SsdIndex) -> int:
-    """Remove what no acknowledged block needs: unknown files, and the ends of segments that a crash left behind.
+    """Remove what no acknowledged block needs: unknown files among the segments, and the ends of segments that a crash left behind.
 
-    Only with a complete index. Files that a process is writing are left alone.
+    Only with a complete index. Files that a process is writing are left alone, and so is everything outside `segments/`: an operator may
+    have chosen a folder with other things in it.
 
     Returns:
         Files removed.
     """
     removed = 0
-    for entry in [*os.scandir(directory.segments), *os.scandir(directory.path)]:
-        known = entry.name.endswith(SUFFIX) and os.path.dirname(entry.path) == str(directory.segments)
-        strange = os.path.dirname(entry.path) == str(directory.segments) or entry.name.endswith(".tmp")
-        if not entry.is_file(follow_symlinks=False) or not (known or strange):
+    for entry in list(os.scandir(directory.segments)):
+        if not entry.is_file(follow_symlinks=False):
             continue
-        if not known:
+        if not entry.name.endswith(SUFFIX):
             with suppress(OSError):
                 os.unlink(entry.path)
                 removed += 1
@@ -114,15 +114,16 @@ def _read_back(directory: StoreDirectory, index: SsdIndex, name: str, now_ms: Ca
 
 
 def _insert(index: SsdIndex, db: sqlite3.Connection, segment: int, offset: int, header: Header, now_ms: int) -> None:
-    """Add a record, unless the block is known with the same or a better lineage; the worse record dies."""
+    """Add a record, unless the block was taken back or is known with the same or a better lineage; the worse record dies."""
     known = db.execute("SELECT segment, offset, lineage FROM blocks WHERE key = ?", (header.key,)).fetchone()
+    if known is not None and known[:2] == (segment, offset):
+        return
+    dropped = db.execute("SELECT 1 FROM dropped WHERE key = ?", (header.key,)).fetchone() is not None
+    if dropped or (known is not None and known[2] <= header.lineage):
+        grave = (segment, offset, record_bytes(header.length), header.key)
+        db.execute("INSERT INTO graves(segment, offset, size, key) VALUES (?, ?, ?, ?)", grave)
+        return
     if known is not None:
-        if known[:2] == (segment, offset):
-            return
-        if known[2] <= header.lineage:
-            grave = (segment, offset, record_bytes(header.length), header.key)
-            db.execute("INSERT INTO graves(segment, offset, size, key) VALUES (?, ?, ?, ?)", grave)
-            return
         db.execute("DELETE FROM blocks WHERE key = ?", (header.key,))
     owner = index.owner(db, header.identity, header.tenant)
     values = (header.key, segment, offset, header.length, owner, header.depth, header.lineage, now_ms)

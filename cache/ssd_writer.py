@@ -252,6 +252,8 @@ class SsdWriter:
             return
         try:
             with self._index.transaction() as db:
+                if not db.execute("SELECT complete FROM state").fetchone()[0]:  # their records may be found yet
+                    db.executemany("INSERT OR IGNORE INTO dropped VALUES (?)", [(key,) for key in keys])
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(key,) for key in keys])
             bury(self._directory, self._index)
         except sqlite3.Error:

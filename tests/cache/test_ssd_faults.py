@@ -406,3 +406,21 @@ def test_a_number_in_a_new_index_is_not_taken_for_the_one_in_the_old(tmp_path: P
         assert store.lookup(new) == []
     with opened(tmp_path) as store:
         assert read(store, old) == 20
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    """Somebody deletes the store while it runs: misses, and after a moment blocks are stored again."""
+    folder, keys = tmp_path / "kv", chain("a", 6)
+    with opened(folder) as store:
+        put(store, keys)
+        shutil.rmtree(folder)
+        assert read(store, keys) in range(7)  # open files may still be read
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            again = chain(f"b{time.monotonic()}", 6)
+            put(store, again)
+            if len(store.lookup(again)) == 6:
+                break
+            time.sleep(0.1)
+        assert read(store, again) == 6
+        assert segments(folder)

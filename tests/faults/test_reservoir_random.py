@@ -348,7 +348,7 @@ class Chaos:
 
     def litter(self) -> None:
         """Files that do not belong there."""
-        name = self.n.choice(("segments/x.tmp", "segments/0000000000000000-deadbeef.seg", "y.tmp"))
+        name = self.n.choice(("segments/x.tmp", "segments/0000000000000000-deadbeef.seg", "segments/y.part"))
         (self.folder / name).write_bytes(self.n.randbytes(self.n.randrange(9000)))
 
     def fill_disk(self) -> None:
