@@ -58,11 +58,15 @@ class SequenceCache:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a request accepts from the cache (`plan_resume`)."""
+    """What a request accepts from the cache (`plan_resume`).
+
+    `max_lineage` bounds the replays behind cached blocks, and behind what is computed after the resume unless `max_resumed` bounds that.
+    """
 
     prefill: Mode = "bounded"
     replay: Mode = "bounded"
     max_lineage: int | None = None
+    max_resumed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,7 @@ class CacheManager:
             prefill=policy.prefill,
             replay=policy.replay,
             lineages=lineages,
+            max_lineage=policy.max_lineage if policy.max_resumed is None else policy.max_resumed,
         )
         resumed = plan.resume // size
         hit = hit[:resumed]

@@ -98,6 +98,7 @@ def plan_resume(
     prefill: Mode = "bounded",
     replay: Mode = "bounded",
     lineages: Sequence[int] = (),
+    max_lineage: int | None = None,
 ) -> ResumePlan:
     """The cheapest resume of a prompt of `prompt_tokens` whose first `hit_tokens` are cached.
 
@@ -110,6 +111,7 @@ def plan_resume(
     Args:
         windows: those that belong to this prompt's beginning; boundaries beyond the hit are ignored.
         lineages: of the cached blocks, one per block; missing ones count as 0.
+        max_lineage: plans that leave more replays than this behind what they compute are not taken; None for no limit.
     """
     size, window = geometry.block_tokens, geometry.window
     resume = min(hit_tokens, prompt_tokens - 1) // size * size
@@ -132,9 +134,10 @@ def plan_resume(
     bounded = ResumePlan(
         resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, windows_from=resume, lineage=behind + 1
     )
-    if best.start >= bounded.start:
+    allowed = [plan for plan in (bounded, *others) if max_lineage is None or plan.lineage <= max_lineage]
+    if best.start >= bounded.start or not allowed:
         return best
-    return min([bounded, *others], key=lambda plan: (plan.lineage, _cost(plan)))
+    return min(allowed, key=lambda plan: (plan.lineage, _cost(plan)))
 
 
 def wanted_boundaries(prompt_tokens: int, hit_tokens: int, geometry: Geometry, prefill: Mode = "bounded") -> list[int]:

@@ -14,11 +14,15 @@ from forebay.engine.tiers import EMBEDDED, TierOptions, ssd_budget
 from forebay.model.errors import ConfigError
 
 REDIS_TIMEOUT_S = 5.0  # for each command; nobody serves from here
+NO_SALT = "default"  # how a person names the tenant of requests without a cache salt
+NO_SALT_NAME = tenant_id("").hex()  # how the store does
+MIN_DIGITS = 8  # of the name of a tenant
 
 
 class Stats(StoreSummary):
-    """The store, and what its settings let it take."""
+    """The store, and what its settings let it take; `payload_bytes` are those that `ls`, `verify` and `purge` count."""
 
+    payload_bytes: int
     dir: str
     budget_bytes: int
     free_bytes: int
@@ -43,7 +47,8 @@ def stats(options: TierOptions) -> Stats:
     folder = _store(options)
     budget = ssd_budget(folder, options.ssd_bytes)
     kept = {"dir": str(folder), "budget_bytes": budget, "free_bytes": options.ssd_free_bytes, "ttl_s": options.ssd_ttl_s}
-    return Stats(**ssd_admin.stats(folder), **kept)  # type: ignore[typeddict-item]
+    payload = sum(group["bytes"] for group in ssd_admin.ls(folder))
+    return Stats(**ssd_admin.stats(folder), payload_bytes=payload, **kept)  # type: ignore[typeddict-item]
 
 
 def ls(options: TierOptions) -> list[Group]:
@@ -57,14 +62,34 @@ def verify(options: TierOptions, progress: Progress) -> VerifyReport:
 
 
 def purge(options: TierOptions, tenant: str | None, progress: Progress) -> PurgeReport:
-    """Delete the blocks of a tenant (its cache salt), or all, unrecoverably."""
-    return ssd_admin.purge(_store(options), None if tenant is None else tenant_name(tenant), progress)
+    """Delete the blocks of a tenant, or all, unrecoverably.
+
+    Args:
+        tenant: its cache salt; or its name as `ls` tells it, in hex, at least MIN_DIGITS of its first digits; or NO_SALT.
+
+    Raises:
+        ConfigError: several tenants answer to this; nothing was deleted.
+    """
+    folder = _store(options)
+    if tenant is None:
+        return ssd_admin.purge(folder, None, progress)
+    named = _tenant(folder, tenant)
+    report = ssd_admin.purge(folder, named or tenant_id(tenant), progress)
+    # The index may have been lost, and the purge has read it back.
+    if named is None and not report["blocks"] and (named := _tenant(folder, tenant)):
+        report = ssd_admin.purge(folder, named, progress)
+    return report
 
 
-def tenant_name(salt: str) -> bytes:
-    """The 16 bytes by which the store knows the requests with this cache salt ("" where there is none)."""
-
-    return tenant_id(salt)
+def _tenant(folder: Path, text: str) -> bytes | None:
+    """The tenant with blocks in the store whom `text` means, None if there is none."""
+    by_salt = {tenant_id(text), *([tenant_id("")] if text == NO_SALT else [])}
+    prefix = text.lower() if len(text) >= MIN_DIGITS else None
+    tenants = {group["tenant"] for group in ssd_admin.ls(folder)}
+    found = sorted(name for name in tenants if bytes.fromhex(name) in by_salt or (prefix is not None and name.startswith(prefix)))
+    if len(found) > 1:
+        raise ConfigError(f"cache: {text!r} can be any of the tenants {', '.join(found)}; name one by these digits", param="tenant")
+    return bytes.fromhex(found[0]) if found else None
 
 
 def purge_snapshots(options: TierOptions) -> PurgedSnapshots | None:

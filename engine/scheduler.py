@@ -145,7 +145,9 @@ class Scheduler:
         policy = sequence.policy
         if first is not None:
             # Nor may blocks with more replays behind them than the first time take their place.
-            policy = replace(policy, replay="exact" if first.faithful else policy.replay, max_lineage=first.lineage - first.approximates)
+            replay: Literal["bounded", "exact"] = "exact" if first.faithful else policy.replay
+            behind = first.lineage - first.approximates
+            policy = replace(policy, replay=replay, max_lineage=behind, max_resumed=first.lineage)
             if not first.faithful:
                 offer = replace(offer, windows=self._first_window(sequence))
         plan = self.manager.open(

@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, TimeoutError
 from redis.retry import Retry
 
 from forebay.cache.embedded import EmbeddedRedis, machine_memory
@@ -55,7 +55,8 @@ class RedisCheck:
         server: name and version, such as "valkey 9.1.2"; None if nothing answered.
         maxmemory: bytes; 0 for no limit.
         policy: what leaves when memory is full.
-        fault, notes: as in `SsdCheck`. A Redis that does not answer is a note: windows are replayed until it does.
+        silence: why nothing answered that can be used, such as "does not answer: Connection refused"; None if something did.
+        fault, notes: as in `SsdCheck`. Silence is a note: windows are replayed until it ends.
     """
 
     where: str
@@ -64,6 +65,7 @@ class RedisCheck:
     policy: str | None
     fault: str | None
     notes: tuple[str, ...]
+    silence: str | None = None
 
 
 def check_ssd(options: TierOptions) -> SsdCheck | None:
@@ -91,37 +93,47 @@ def check_ssd(options: TierOptions) -> SsdCheck | None:
     return SsdCheck(str(options.dir), options.dir.is_dir(), budget, usage.total, usage.free, punches, fault, tuple(notes))
 
 
-def check_redis(options: TierOptions) -> RedisCheck | None:
-    """Ask the Redis of the snapshots what it is; starts the embedded one for a moment. None if there is to be none."""
+def check_redis(options: TierOptions, timeout_s: float = TIMEOUT_S) -> RedisCheck | None:
+    """Ask the Redis of the snapshots what it is; starts the embedded one for a moment. None if there is to be none.
+
+    `timeout_s` is for connecting and for the answer, each; finding the address of a name has the system's own time.
+    """
     if options.redis_url is None:
         return None
     if options.redis_url != EMBEDDED:
-        return _ask(options.redis_url, shown_url(options.redis_url), cluster=options.redis_cluster)
+        return _ask(options.redis_url, shown_url(options.redis_url), timeout_s, cluster=options.redis_cluster)
     try:
         server = EmbeddedRedis.start(EMBEDDED_PROBE_BYTES)
     except ConfigError as error:
         return RedisCheck(EMBEDDED, None, None, None, error.message, ())
     try:
-        found = _ask(server.url, EMBEDDED, cluster=False)
+        found = _ask(server.url, EMBEDDED, timeout_s, cluster=False)
     finally:
         server.stop()
     memory = options.swa_bytes or machine_memory() // 10
     return RedisCheck(EMBEDDED, found.server, memory, found.policy, found.fault, found.notes)
 
 
-def _ask(url: str, where: str, *, cluster: bool) -> RedisCheck:
+def _ask(url: str, where: str, timeout_s: float, *, cluster: bool) -> RedisCheck:
     try:
-        RedisLink(url, cluster=cluster, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S).close()
+        RedisLink(url, cluster=cluster, timeout_s=timeout_s, connect_timeout_s=timeout_s).close()
     except ConfigError as error:
         return RedisCheck(where, None, None, None, error.message, ())
-    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
+    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     try:
         with redis.Redis.from_url(url, **options) as client:
             info = client.info()
     except RedisError as error:
-        text = f"no snapshots while this lasts, windows are replayed: {str(error).rstrip('.') or type(error).__name__}"
-        return RedisCheck(where, None, None, None, None, (text,))
+        silence = _silence(error)
+        return RedisCheck(where, None, None, None, None, (f"no snapshots while this lasts, windows are replayed: it {silence}",), silence)
     return judge(where, info, cluster=cluster)
+
+
+def _silence(error: RedisError) -> str:
+    refused = isinstance(error, AuthenticationError) or not isinstance(error, ConnectionError | TimeoutError)
+    # The library's words repeat the address; the system's own are behind them.
+    reason = error.__context__.strerror if isinstance(error.__context__, OSError) else None
+    return f"{'refuses' if refused else 'does not answer'}: {(reason or str(error) or type(error).__name__).rstrip('.')}"
 
 
 def judge(where: str, info: Mapping[str, Any], *, cluster: bool) -> RedisCheck:

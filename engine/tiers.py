@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 
+from forebay.engine.types import is_number
 from forebay.model.errors import ConfigError
 
 MOST_BUDGET = 256 << 30
@@ -16,8 +18,10 @@ EMBEDDED = "embedded"  # a Redis url that stands for a server of our own
 class TierOptions:
     """The persistent store and the snapshot pool of one engine; without `dir` and `redis_url` there is neither.
 
+    "none" and "" stand for None in both of these. Raises ConfigError naming the field for a value of another type or out of range.
+
     Attributes:
-        dir: folder of the SSD store; engines of one host may share it.
+        dir: folder of the SSD store, a Path or its text (`~` is the home folder); engines of one host may share it.
         ssd_bytes: hard limit of what the store takes on disk; None for a tenth of the file system, at most 256 GiB.
         ssd_free_bytes: free space of the file system below which nothing is written.
         ssd_ttl_s: seconds a block lives after its last use.
@@ -43,12 +47,31 @@ class TierOptions:
     swa_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)!r:.200}", param=name)
+
+        for name in ("dir", "redis_url"):
+            if getattr(self, name) in ("", "none"):
+                object.__setattr__(self, name, None)
+        need(isinstance(self.dir, str | Path | None), "dir", "a path or None")
+        need(isinstance(self.redis_url, str | None), "redis_url", "a URL or None")
+        need(isinstance(self.redis_cluster, bool), "redis_cluster", "True or False")
+        for name in ("ssd_bytes", "ssd_free_bytes", "ssd_queue_bytes", "staging_bytes", "swa_bytes"):
+            value = getattr(self, name)
+            optional = name in ("ssd_bytes", "swa_bytes")
+            need(is_number(Integral, value) or (optional and value is None), name, "an integer or None" if optional else "an integer")
+        for name in ("ssd_ttl_s", "redis_timeout_s", "swa_ttl_s"):
+            need(is_number(Real, getattr(self, name)), name, "a number")
         for name in ("ssd_bytes", "staging_bytes", "ssd_queue_bytes", "ssd_ttl_s", "redis_timeout_s", "swa_ttl_s", "swa_bytes"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive, got {value!r}", param=name)
-        if self.ssd_free_bytes < 0:
-            raise ConfigError(f"ssd_free_bytes must not be negative, got {self.ssd_free_bytes}", param="ssd_free_bytes")
+            need(value is None or value > 0, name, "positive")  # NaN is not
+        need(self.ssd_free_bytes >= 0, "ssd_free_bytes", "0 or positive")
+        if self.dir is not None:
+            try:
+                object.__setattr__(self, "dir", Path(self.dir).expanduser())
+            except RuntimeError:  # a user that the system does not know
+                raise ConfigError(f"dir: there is no home folder for {str(self.dir)!r}; give a full path", param="dir") from None
 
 
 def ssd_budget(folder: Path, ssd_bytes: int | None) -> int:

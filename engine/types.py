@@ -88,16 +88,16 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
-            need(_is(Real, getattr(self, name)), name, "a number")
+            need(is_number(Real, getattr(self, name)), name, "a number")
         for name in ("top_k", "min_tokens", "n"):
-            need(_is(Integral, getattr(self, name)), name, "an integer")
+            need(is_number(Integral, getattr(self, name)), name, "an integer")
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            need(getattr(self, name) is None or _is(Integral, getattr(self, name)), name, "an integer or None")
+            need(getattr(self, name) is None or is_number(Integral, getattr(self, name)), name, "an integer or None")
         for name in ("include_stop", "ignore_eos"):
             need(isinstance(getattr(self, name), bool), name, "True or False")
         rule = "a mapping of token ids to numbers"
         need(isinstance(self.logit_bias, Mapping), "logit_bias", rule)
-        need(all(_is(Integral, k) and _is(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
+        need(all(is_number(Integral, k) and is_number(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             need(isinstance(value, Sequence | set | frozenset) or (value is None and name == "allowed_token_ids"), name, "a list")
@@ -120,7 +120,7 @@ class SamplingParams:
         need(1 <= self.n <= 128, "n", "between 1 and 128")
 
 
-def _is(kind: type, value: object) -> bool:
+def is_number(kind: type, value: object) -> bool:
     """Whether `value` is a number of this kind; True and False are not numbers."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -220,17 +220,17 @@ class OutputEvent:
 
 @dataclass
 class Output:
-    """A finished generation of `LLM.generate`."""
+    """A finished generation of `LLM.generate`. What is long is not in its repr, where `usage` counts the tokens."""
 
     request_id: str
-    prompt_ids: list[int]
-    token_ids: list[int]
+    prompt_ids: list[int] = field(repr=False)
+    token_ids: list[int] = field(repr=False)
     text: str
     finish_reason: FinishReason
     usage: Usage
     tiers: TierCounts
     times: Times
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
     matched_stop: str | int | None = None
     preemptions: int = 0

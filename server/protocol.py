@@ -75,8 +75,10 @@ class ForebayOptions(_Body):
     """`explain` asks for the `forebay` object in the answer; the others override the server's setting of the same name.
 
     `prefill`: how a prompt is computed. `replay`: how a lost window is rebuilt. `max_lineage`: cached blocks with more bounded replays
-    behind them are not used.
+    behind them are not used. The object is our own, so a name it does not have is refused, where the body's would be ignored.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     explain: bool | None = None
     prefill: PrefillMode | None = None
@@ -257,6 +259,7 @@ def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
         "stop_token_ids": options.max_token_ids,
         "allowed_token_ids": options.max_token_ids,
         "modalities": 16,
+        "forebay": 16,
     }
     for name, limit in limits.items():
         value = body.get(name)
@@ -355,6 +358,9 @@ def _refusal(error: ErrorDetails) -> RequestError:
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)[1:]
     if kind == "missing":
         return _bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
+    if kind == "extra_forbidden":  # only of `forebay`
+        text = f"Unknown parameter: '{path}'. 'forebay' takes {', '.join(ForebayOptions.model_fields)}."
+        return _bad(path, text, "unknown_parameter")
     if kind in _EXPECTED:
         text = f"Invalid type for '{path}': expected {_EXPECTED[kind]}, but got {json_type(value)} instead."
         return _bad(path, text, "invalid_type")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,17 +18,30 @@ from rich.table import Table
 
 from forebay.engine import cache_admin
 from forebay.engine.tiers import EMBEDDED, TierOptions
-from forebay.model.errors import ConfigError
+from forebay.model.errors import ConfigError, ForebayError
 from forebay.server.cli import read_settings
 from forebay.server.config import tier_options
 from forebay.server.terminal import consoles, size
 
-SHOWN_DIGITS = 8  # of the names of models and tenants, which are digests; --json has all
+SHOWN_DIGITS = cache_admin.MIN_DIGITS  # of the names of models and tenants, which are digests; --json has all
+LEGEND = (
+    "payload: bytes of KV, without what records and index take on disk",
+    f"tenant: the digest of a cache_salt; {cache_admin.NO_SALT}: requests without one",
+    "exact: blocks with no bounded replay behind them",
+)
+NAMING = f"its cache_salt, by its name in `forebay cache ls` ({SHOWN_DIGITS} or more digits), or {cache_admin.NO_SALT} for no salt"
 RUNNING_NOTE = "A running server keeps what is in its memory, and stores it again when it is used: stop it first to be rid of that too."
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one action. Returns 1 if `verify` found blocks that are not sound or `purge` left something, 130 if the answer was no, else 0."""
+    """Run one action.
+
+    Returns 1 if `verify` found blocks that are not sound or `purge` left something, 130 if the answer was no, else 0.
+
+    Raises:
+        ForebayError: `purge` found no block of the tenant.
+        ConfigError: see `forebay.engine.cache_admin`, or there is nobody to ask.
+    """
     options = tier_options(read_settings(args)[0])
     out, err = consoles()
     actions = {"stats": _stats, "ls": _ls, "verify": _verify, "purge": _purge}
@@ -44,9 +58,10 @@ def _stats(args: argparse.Namespace, options: TierOptions, out: Console, err: Co
     for lineage, blocks in sorted(found["lineages"].items()):
         if blocks:
             table.add_row(f"  {_replays(lineage)}", f"{blocks:,}")
-    table.add_row("bytes", f"{size(found['bytes'])} of {size(found['budget_bytes'])}, {found['bytes'] / found['budget_bytes']:.0%}")
-    table.add_row(f"  segments ({found['segments']:,})", size(found["segment_bytes"]))
-    table.add_row("  index", size(found["index_bytes"]))
+    table.add_row("payload", size(found["payload_bytes"]))
+    table.add_row("of the budget", f"{size(found['bytes'])} of {size(found['budget_bytes'])}, {found['bytes'] / found['budget_bytes']:.0%}")
+    table.add_row(f"segments ({found['segments']:,}), on disk", size(found["segment_bytes"]))
+    table.add_row("index, on disk", size(found["index_bytes"]))
     table.add_row("disk, free", f"{size(found['disk_free_bytes'])}, of which {size(found['free_bytes'])} stay free")
     table.add_row("kept after last use", f"{found['ttl_s'] / 3600:g} h")
     out.print(table)
@@ -63,14 +78,16 @@ def _ls(args: argparse.Namespace, options: TierOptions, out: Console, err: Conso
     if not groups:
         out.print(f"{options.dir} holds no blocks", markup=False, soft_wrap=True)
         return 0
-    table = _table("model", "tenant", "blocks", "bytes", "last use", "oldest", "exact")
-    now, nobody = time.time(), cache_admin.tenant_name("").hex()
+    table = _table("model", "tenant", "blocks", "payload", "last use", "oldest", "exact")
+    now = time.time()
     for group in groups:
         ages = (_age(now - group["newest_use"]), _age(now - group["oldest_use"]))
         exact = group["lineages"].get(0, 0) / group["blocks"]
-        tenant = "default" if group["tenant"] == nobody else group["tenant"][:SHOWN_DIGITS]
+        tenant = cache_admin.NO_SALT if group["tenant"] == cache_admin.NO_SALT_NAME else group["tenant"][:SHOWN_DIGITS]
         table.add_row(group["identity"][:SHOWN_DIGITS], tenant, f"{group['blocks']:,}", size(group["bytes"]), *ages, f"{exact:.0%}")
     out.print(table)
+    for line in LEGEND:
+        out.print(line, style="dim", soft_wrap=True)
     return 0
 
 
@@ -81,32 +98,42 @@ def _verify(args: argparse.Namespace, options: TierOptions, out: Console, err: C
     if args.json:
         _print_json(found)
     else:
-        out.print(f"{found['blocks']:,} blocks ({size(found['bytes'])}) were read, {found['sound']:,} are sound", soft_wrap=True)
+        were = "was" if found["blocks"] == 1 else "were"
+        payload = f"{size(found['bytes'])} of payload"
+        out.print(f"{_counted(found['blocks'], 'block')} ({payload}) {were} read, {found['sound']:,} sound", soft_wrap=True)
         for kind, count in found["bad"].items():
             if count:
-                out.print(f"{count:,} were bad and are deleted: {kind}", style="red")
+                was, has = ("was", "has") if count == 1 else ("were", "have")
+                out.print(f"{_counted(count, 'block')} {was} damaged ({kind}) and {has} been deleted", style="red", soft_wrap=True)
         if found["unreadable"]:
-            out.print(f"{found['unreadable']:,} could not be read and are left", style="red")
+            out.print(f"{_counted(found['unreadable'], 'block')} could not be read and stayed", style="red", soft_wrap=True)
     return 1 if bad or found["unreadable"] else 0
 
 
 def _purge(args: argparse.Namespace, options: TierOptions, out: Console, err: Console) -> int:
+    """Blocks and, whoever they are of, snapshots: a tenant that has no blocks may be a slip, and then everything stays."""
     if args.tenant is None and not args.yes and not _agreed(options, err):
         return 130
     with _bar(err, "Deleting") as progress:
         blocks = cache_admin.purge(options, args.tenant, progress)
+    if args.tenant is not None and not blocks["blocks"]:
+        if args.json:
+            _print_json(blocks | {"snapshots": None})
+        raise ForebayError(f"cache: there are no blocks of tenant {args.tenant!r}, so nothing is deleted; name it by {NAMING}")
     snapshots = cache_admin.purge_snapshots(options)
     if args.json:
         _print_json(blocks | {"snapshots": None if snapshots is None else dataclasses.asdict(snapshots)})
     else:
         whose = "" if args.tenant is None else f" of tenant {args.tenant!r}"
-        out.print(f"{blocks['blocks']:,} blocks{whose} deleted, {size(blocks['bytes'])}", markup=False, soft_wrap=True)
+        done = f"{_counted(blocks['blocks'], 'block')}{whose} deleted, {size(blocks['bytes'])} of payload"
+        out.print(done, markup=False, soft_wrap=True)
         if snapshots is not None and snapshots.error is None:
             every = "" if args.tenant is None else " of all tenants (their names do not tell; they are made again)"
-            out.print(f"{snapshots.deleted:,} snapshots{every} deleted in {snapshots.where}", markup=False, soft_wrap=True)
+            out.print(f"{_counted(snapshots.deleted, 'snapshot')}{every} deleted in {snapshots.where}", markup=False, soft_wrap=True)
         elif options.redis_url == EMBEDDED:
             out.print("Snapshots in an embedded Redis end with the server that started it.", soft_wrap=True)
-        out.print(RUNNING_NOTE, style="dim", soft_wrap=True)
+        if blocks["blocks"] or (snapshots is not None and snapshots.deleted):
+            out.print(RUNNING_NOTE, style="dim", soft_wrap=True)
     if snapshots is not None and snapshots.error is not None:
         err.print(f"snapshots in {snapshots.where} may be left: {snapshots.error}", style="red", markup=False, soft_wrap=True)
         return 1
@@ -120,14 +147,16 @@ def _agreed(options: TierOptions, err: Console) -> bool:
         ConfigError: nobody is there to ask.
     """
     found = cache_admin.stats(options)
-    what = f"all {found['blocks']:,} blocks ({size(found['bytes'])}) in {options.dir}"
+    if not sys.stdin.isatty():
+        raise ConfigError("cache: purge deletes everything; say --yes, or name a --tenant")
+    what = f"all {_counted(found['blocks'], 'block')} ({size(found['payload_bytes'])} of payload) in {options.dir}"
     what += " and the snapshots in Redis" if options.redis_url not in (None, EMBEDDED) else ""
     err.print(f"Delete {what}? [y/N] ", end="", markup=False, soft_wrap=True)
     try:
         answer = input()
     except EOFError:
         err.print()
-        raise ConfigError("cache: purge deletes everything; say --yes, or name a --tenant") from None
+        return False
     return answer.strip().lower() in ("y", "yes")
 
 
@@ -153,6 +182,10 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _replays(count: int) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import importlib
 import json
 import logging
@@ -24,7 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 import uvloop
@@ -42,11 +43,20 @@ from forebay.server.wire import uvicorn_config
 
 if TYPE_CHECKING:
     from forebay.engine.client import EngineClient
+    from forebay.engine.tier_check import RedisCheck
+
+T = TypeVar("T")
 
 POLL_S = 0.25
+REDIS_ANSWER_S = 1.0  # for a note at the start
 FLUSH_S = 5  # after draining, for sockets to take their last bytes
 SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
 MAX_FILES = 65_536
+# Longer than a window and a block of the demo, so that sent again it shows the cache.
+TRY_TEXT = (
+    "A forebay is the pool of water in front of a turbine. It takes what the river brings and gives what the turbine asks for, "
+    "so that neither has to wait for the other. What happens to it in a dry summer?"
+)
 _NO_MEMORY = re.compile("allocate memory|out of memory|Storage size calculation overflowed")  # what torch says, on CPU and CUDA
 
 
@@ -158,15 +168,40 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         raise ConfigError(text) from None
 
 
-def describe_tiers(options: TierOptions) -> str:
-    """Where KV goes beyond the device, in a line."""
+def describe_tiers(options: TierOptions, redis: RedisCheck | None = None) -> str:
+    """Where KV goes beyond the device, in a line; `redis` is what was found out about a Redis that is not ours."""
     if options.dir is None:
         ssd = "no SSD store"
     else:
         ssd = f"SSD {options.dir} (budget {size(ssd_budget(options.dir, options.ssd_bytes))}, {options.ssd_ttl_s / 3600:g} h)"
     if options.redis_url is None:
         return f"{ssd}, no Redis"
-    return f"{ssd}, Redis {options.redis_url if options.redis_url == EMBEDDED else hide_passwords(options.redis_url)}"
+    if options.redis_url == EMBEDDED:
+        return f"{ssd}, Redis embedded"
+    if redis is None:
+        found = "not known yet whether it answers"
+    else:
+        found = redis.server or f"{redis.silence or redis.fault}; windows are replayed meanwhile"
+    return f"{ssd}, Redis {hide_passwords(options.redis_url)} ({found})"
+
+
+def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run `work` in a thread that nobody has to wait for: neither a signal nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            tell: Callable[[], None] = functools.partial(done.set_exception, error)
+        else:
+            tell = functools.partial(done.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def own_command() -> str:
@@ -215,7 +250,7 @@ class Service:
             self._client = client = await self._load()
             await client.start()
             self._gate.open(create_app(client, self._options))
-            self._announce(client)
+            self._announce(client, await self._ask_redis())
             await self._until_stopped(client)
             await self._drain(client)
         finally:
@@ -226,24 +261,24 @@ class Service:
         return 0
 
     async def _load(self) -> EngineClient:
-        """Build the engine in a thread of its own, so that a signal need not wait for it."""
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[EngineClient] = loop.create_future()
-
-        def work() -> None:
-            try:
-                client = build(self._config, self._threads, self._progress.report)
-            except BaseException as error:
-                loop.call_soon_threadsafe(built.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(built.set_result, client)
-
+        """Build the engine; a signal need not wait for it."""
         with self._progress:
-            threading.Thread(target=work, name="forebay-load", daemon=True).start()
+            built = in_thread(lambda: build(self._config, self._threads, self._progress.report), "forebay-load")
             while not built.done():
                 await asyncio.wait([built], timeout=POLL_S)
                 self._progress.tick()
         return built.result()
+
+    async def _ask_redis(self) -> RedisCheck | None:
+        """What a Redis of the operator's says; None if there is none or it takes too long. Requests are served meanwhile."""
+        tiers = tier_options(self._config)
+        if tiers.redis_url in (None, EMBEDDED):
+            return None
+        from forebay.engine.tier_check import check_redis
+
+        asked = in_thread(lambda: check_redis(tiers, REDIS_ANSWER_S), "forebay-ask-redis")
+        await asyncio.wait([asked], timeout=2 * REDIS_ANSWER_S)  # a name server may need longer than any Redis
+        return asked.result() if asked.done() else None
 
     def _on_signal(self, number: int) -> None:
         if self._client is None or self._stop.is_set():
@@ -268,16 +303,18 @@ class Service:
         if not finished:
             _say("the time to finish is over; the requests that still run end with an error")
 
-    def _announce(self, client: EngineClient) -> None:
+    def _announce(self, client: EngineClient, redis: RedisCheck | None) -> None:
         host, port = self._listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         url = f"http://{shown}:{port}"
-        body = json.dumps({"model": client.model_name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64})
+        asked = {"messages": [{"role": "user", "content": TRY_TEXT}], "max_tokens": 64, "forebay": {"explain": True}}
+        body = json.dumps({"model": client.model_name, **asked})
         lines = [
             f"Forebay {__version__} serves {client.model_name} at {url}",
             f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
-            f"  kv {client.engine.manager.capacity_tokens:,} tokens in memory, {describe_tiers(tier_options(self._config))}",
-            "Try it:",
+            f"  kv {client.engine.manager.capacity_tokens:,} tokens in memory, {describe_tiers(tier_options(self._config), redis)}",
+            *(f"  note: Redis: {note}" for note in (redis.notes if redis and redis.server else ())),
+            "Try it twice:",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             f"  {own_command()} chat --url {url} --max-tokens 64",
         ]

@@ -192,6 +192,16 @@ def test_windows_and_blocks_of_different_length() -> None:
     )
 
 
+def test_a_limit_on_lineage_holds_for_the_resume_too() -> None:
+    """Without a window, none behind what is computed means exact replay or a cold start; more leave room for a bounded one."""
+    assert plan_resume(70, 64, G, max_lineage=1) == bounded(70, 64)
+    exact = plan_resume(70, 64, G, max_lineage=0)
+    assert exact.faithful and exact.origin == "replay" and exact.resume == 64
+    assert plan_resume(22, 16, G, max_lineage=0) == cold(22)
+    assert plan_resume(100, 64, G, max_lineage=1, lineages=[1] * 8).faithful
+    assert plan_resume(70, 64, G, windows=[swa(64)], max_lineage=0) == exact, "truncated rows would leave one behind"
+
+
 def test_an_exact_replay_leaves_the_window_that_the_next_one_needs() -> None:
     """One block below the last: what a repetition of the prompt resumes from when less than a window of it is new."""
     for prompt in range(60, 90):

@@ -39,6 +39,15 @@ def test_outputs_come_in_the_order_of_the_prompts_whatever_ends_first() -> None:
     assert [o.usage.completion_tokens for o in outputs] == [9, 7, 5, 3, 1]
 
 
+def test_repr_of_an_output_does_not_grow_with_it() -> None:
+    llm = fresh(tiny())
+    (output,) = llm.generate([prompt(200)], greedy(9, logprobs=3, prompt_logprobs=1))
+    text = repr(output)
+    assert "_ids" not in text and "logprobs" not in text
+    assert "prompt_tokens=200" in text and "completion_tokens=9" in text
+    assert len(text) < 1000
+
+
 def test_more_prompts_than_the_queue_holds() -> None:
     llm = fresh(tiny("bounded", max_queued_requests=2, max_sequences=2))
     assert [len(o.token_ids) for o in llm.generate([prompt(4, i) for i in range(9)], greedy(2))] == [2] * 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,18 @@ def test_redis_that_does_not_answer_is_a_note() -> None:
     assert found is not None
     assert (found.server, found.fault) == (None, None)
     assert "windows are replayed" in found.notes[0]
+    assert found.silence == "does not answer: Connection refused"
     assert "secret" not in repr(found)
+
+
+def test_redis_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        began = time.monotonic()
+        found = check_redis(TierOptions(redis_url=f"redis://127.0.0.1:{mute.getsockname()[1]}"), timeout_s=0.1)
+    assert time.monotonic() - began < 1.5
+    assert found is not None and found.silence is not None and found.silence.startswith("does not answer: ")
 
 
 @pytest.mark.case("B040")
@@ -106,8 +118,9 @@ def test_wrong_password_is_a_note_without_it() -> None:
         server.stop()
     assert found is not None and found.server is None
     assert "windows are replayed" in found.notes[0]
+    assert found.silence is not None and found.silence.startswith("refuses: ")
     assert "secret" not in repr(found)
-    assert right is not None and right.maxmemory == 16 << 20 and right.notes == ()
+    assert right is not None and right.maxmemory == 16 << 20 and right.notes == () and right.silence is None
     assert server.url not in repr(right)
 
 

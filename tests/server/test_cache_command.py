@@ -63,8 +63,13 @@ def printed_json(capsys: Printed) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def say(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
 
 
 def test_stats(filled: Filled, capsys: Printed) -> None:
@@ -73,10 +78,11 @@ def test_stats(filled: Filled, capsys: Printed) -> None:
     assert (found["blocks"], found["segments"], found["complete"]) == (8, 1, True)
     assert {int(lineage): blocks for lineage, blocks in found["lineages"].items() if blocks} == {0: 5, 1: 3}
     assert (found["dir"], found["budget_bytes"], found["ttl_s"]) == (str(filled.folder), 64 << 20, 259_200)
-    assert found["segment_bytes"] >= 8 * BLOCK_BYTES
+    assert found["segment_bytes"] >= found["payload_bytes"] == 8 * BLOCK_BYTES
     assert cli.main(command("stats", filled.folder)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["blocks", "8"] in lines
+    assert ["payload", "70.31", "KiB"] in lines
     assert ["exact", "5"] in lines
     assert ["1", "replay", "behind", "them", "3"] in lines
     assert not any("2 replays" in " ".join(line) for line in lines)
@@ -90,13 +96,15 @@ def test_ls_groups_by_model_and_tenant(filled: Filled, capsys: Printed) -> None:
     assert (second["tenant"], second["blocks"], second["lineages"]) == (tenant_id("alice").hex(), 3, {"1": 3})
     assert first["oldest_use"] <= first["newest_use"]
     assert cli.main(command("ls", filled.folder)) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if first["identity"][:8] in line]
+    out = capsys.readouterr().out
+    assert "exact: blocks with no bounded replay behind them\n" in out and "payload: bytes of KV" in out
+    rows = [line.split() for line in out.splitlines() if first["identity"][:8] in line]
     assert [(row[1], row[2], row[-1]) for row in rows] == [("default", "5", "100%"), (second["tenant"][:8], "3", "0%")]
 
 
 def test_verify_deletes_what_is_bad_and_says_so(filled: Filled, capsys: Printed) -> None:
     assert cli.main(command("verify", filled.folder)) == 0
-    assert "8 blocks (70.31 KiB) were read, 8 are sound" in capsys.readouterr().out
+    assert "8 blocks (70.31 KiB of payload) were read, 8 sound" in capsys.readouterr().out
     (segment,) = (filled.folder / "segments").iterdir()
     at = segment.read_bytes().index(filled.payload[2].tobytes())
     with segment.open("r+b") as file:
@@ -104,8 +112,8 @@ def test_verify_deletes_what_is_bad_and_says_so(filled: Filled, capsys: Printed)
         file.write(bytes([filled.payload[2][77] ^ 1]))
     assert cli.main(command("verify", filled.folder)) == 1
     out = capsys.readouterr().out
-    assert "8 blocks (70.31 KiB) were read, 7 are sound" in out
-    assert "1 were bad and are deleted: checksum" in out
+    assert "8 blocks (70.31 KiB of payload) were read, 7 sound" in out
+    assert "1 block was damaged (checksum) and has been deleted" in out
     assert filled.store.lookup(filled.default) == [0, 0]
     assert cli.main(command("verify", filled.folder, "--json")) == 0
     report = printed_json(capsys)
@@ -114,20 +122,71 @@ def test_verify_deletes_what_is_bad_and_says_so(filled: Filled, capsys: Printed)
 
 def test_purge_of_a_tenant_spares_the_others(filled: Filled, capsys: Printed) -> None:
     assert cli.main(command("purge", filled.folder, "--tenant", "alice")) == 0
-    assert "3 blocks of tenant 'alice' deleted" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "3 blocks of tenant 'alice' deleted, 26.37 KiB of payload" in out
+    assert "A running server keeps" in out
     assert filled.store.lookup(filled.alice) == []
     assert filled.store.lookup(filled.default) == [0] * 5
     left = filled.files()
     assert [payload.tobytes() in left for payload in filled.payload] == [True] * 5 + [False] * 3
 
 
-def test_purge_of_the_tenant_without_a_name(filled: Filled, capsys: Printed) -> None:
-    assert cli.main(command("purge", filled.folder, "--tenant", "", "--json")) == 0
+@pytest.mark.parametrize("digits", [8, 11, 32])
+def test_purge_of_a_tenant_by_the_name_that_ls_shows(filled: Filled, digits: int) -> None:
+    assert cli.main(command("purge", filled.folder, "--tenant", tenant_id("alice").hex()[:digits])) == 0
+    assert filled.store.lookup(filled.alice) == []
+    assert filled.store.lookup(filled.default) == [0] * 5
+
+
+@pytest.mark.parametrize("name", ["bob", "Alice", tenant_id("alice").hex()[:7], tenant_id("alice").hex() + "0"])
+def test_purge_of_nobody_deletes_nothing_and_says_how_tenants_are_named(
+    filled: Filled, snapshots: tuple[str, SwaPool], capsys: Printed, name: str
+) -> None:
+    url, pool = snapshots
+    assert cli.main(command("purge", filled.folder, "--tenant", name, redis=url)) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"forebay: cache: there are no blocks of tenant {name!r}, so nothing is deleted; name it by its ")
+    assert pool.get([b"k" * 32]) is not None
+    assert cli.main(command("purge", filled.folder, "--tenant", name, "--json")) == 1
+    assert printed_json(capsys) == {"blocks": 0, "bytes": 0, "snapshots": None}
+    assert filled.store.lookup(filled.default + filled.alice) == [0] * 5 + [1] * 3
+
+
+def test_purge_does_not_choose_between_two_tenants(filled: Filled, capsys: Printed) -> None:
+    """A salt that is spelled like another tenant's name."""
+    name = tenant_id("alice").hex()
+    filled.store.put([StoredBlock(b"n" * 32, 0, 0)], filled.payload[:1], tenant_id(name[:8]))
+    filled.store.put([StoredBlock(b"d" * 32, 0, 0)], filled.payload[:1], tenant_id("default"))
+    assert filled.store.flush(30)
+    for given, others in ((name[:8], (name, tenant_id(name[:8]).hex())), ("default", (tenant_id("").hex(), tenant_id("default").hex()))):
+        assert cli.main(command("purge", filled.folder, "--tenant", given)) == 2
+        err = capsys.readouterr().err
+        assert all(other in err for other in others)
+    assert filled.store.lookup(filled.alice) == [1] * 3
+    assert cli.main(command("purge", filled.folder, "--tenant", tenant_id("default").hex())) == 0
+    assert filled.store.lookup([b"d" * 32]) == []
+    assert filled.store.lookup(filled.default) == [0] * 5
+
+
+@pytest.mark.parametrize("name", ["alice", tenant_id("alice").hex()[:8]])
+def test_purge_of_a_tenant_whose_index_was_lost(filled: Filled, name: str) -> None:
+    filled.store.close()
+    for file in filled.folder.glob("index.sqlite*"):
+        file.unlink()
+    assert cli.main(command("purge", filled.folder, "--tenant", name)) == 0
+    left = filled.files()
+    assert [payload.tobytes() in left for payload in filled.payload] == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("name", ["", "default"])
+def test_purge_of_the_tenant_without_a_salt(filled: Filled, capsys: Printed, name: str) -> None:
+    assert cli.main(command("purge", filled.folder, "--tenant", name, "--json")) == 0
     assert printed_json(capsys) == {"blocks": 5, "bytes": 5 * BLOCK_BYTES, "snapshots": None}
     assert filled.store.lookup(filled.alice) == [1] * 3
 
 
-@pytest.mark.parametrize("answer", ["n\n", "\n", "Yesterday\n"])
+@pytest.mark.parametrize("answer", ["n\n", "\n", "Yesterday\n", ""])
 def test_purge_of_everything_asks_first(filled: Filled, capsys: Printed, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     say(monkeypatch, answer)
     assert cli.main(command("purge", filled.folder)) == 130
@@ -143,9 +202,10 @@ def test_purge_after_a_yes(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_purge_with_nobody_to_ask_wants_yes(filled: Filled, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, "")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert cli.main(command("purge", filled.folder)) == 2
-    assert capsys.readouterr().err.endswith("\nforebay: cache: purge deletes everything; say --yes, or name a --tenant\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "forebay: cache: purge deletes everything; say --yes, or name a --tenant\n")
     assert filled.store.lookup(filled.default) == [0] * 5
 
 
@@ -183,7 +243,7 @@ def test_purge_deletes_the_snapshots_too(filled: Filled, snapshots: tuple[str, S
     assert cli.main(command("purge", filled.folder, *whose, redis=url)) == 0
     assert pool.get([b"k" * 32]) is None
     out = capsys.readouterr().out
-    assert "1 snapshots" in out
+    assert "1 snapshot " in out
     assert ("of all tenants" in out) == ("--tenant" in whose)
     assert url.split(":")[2].partition("@")[0] not in out  # the password
 
@@ -219,3 +279,6 @@ def test_empty_store(tmp_path: Path, capsys: Printed) -> None:
     assert f"{tmp_path} holds no blocks" in capsys.readouterr().out.replace("\n", "")
     assert cli.main(command("verify", tmp_path)) == 0
     assert cli.main(command("stats", tmp_path)) == 0
+    capsys.readouterr()
+    assert cli.main(command("purge", tmp_path, "--yes")) == 0
+    assert capsys.readouterr().out == "0 blocks deleted, 0 B of payload\n"

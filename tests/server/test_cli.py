@@ -46,6 +46,7 @@ def refused(arguments: list[str], capsys: Printed) -> str:
         (["bench", "cache", "--prefix", "0"], "bench: --prefix must be at least 1, got 0"),
         (["cache", "prune"], "cache: there is no command 'prune'; the nearest is 'purge'; see `forebay cache --help`"),
         (["cache", "ls", "--tenant", "x"], "cache: there is no flag '--tenant'; the nearest is '--set'"),
+        (["cache", "ls", "--port", "80"], "cache: there is no flag '--port'; the nearest is '--set'"),
         (["check", "demo", "--memory", "much"], "--memory takes a size such as 141GB or 16GiB, got 'much'"),
     ],
 )

@@ -126,6 +126,9 @@ BAD: list[tuple[Any, str | None, str]] = [
     ({"messages": HI, "forebay": {"max_lineage": 2**31}}, "forebay.max_lineage", "integer_above_max_value"),
     ({"messages": HI, "forebay": {"max_lineage": True}}, "forebay.max_lineage", "invalid_type"),
     ({"messages": HI, "forebay": {"max_lineage": 0.5}}, "forebay.max_lineage", "invalid_type"),
+    ({"messages": HI, "forebay": {"max_lineages": 0}}, "forebay.max_lineages", "unknown_parameter"),
+    ({"messages": HI, "forebay": {"explain": True, "Replay": None}}, "forebay.Replay", "unknown_parameter"),
+    ({"messages": HI, "forebay": {str(i): 0 for i in range(17)}}, "forebay", "array_above_max_length"),
     ({"messages": HI, "forebay": True}, "forebay", "invalid_type"),
     ({"messages": HI, "tools": {}}, "tools", "invalid_type"),
     ({"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
@@ -156,6 +159,11 @@ def test_bad_bodies(served: Served, body: Any, param: str | None, code: str) -> 
     if param is not None:
         assert param.partition("[")[0].split(".")[0] in error["message"]
     assert not served.engine.requests
+
+
+def test_unknown_option_of_our_own_object_is_told_the_known_ones(served: Served) -> None:
+    message = refused(post(served, {"messages": HI, "forebay": {"lineage": 0}}))["message"]
+    assert message == "Unknown parameter: 'forebay.lineage'. 'forebay' takes explain, prefill, replay, max_lineage."
 
 
 @pytest.mark.case("B077")

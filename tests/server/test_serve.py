@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.cache.embedded import EmbeddedRedis
 from forebay.engine.options import EngineOptions
 from forebay.engine.tiers import TierOptions
 from forebay.model.errors import ConfigError
@@ -89,14 +90,37 @@ def test_says_where_it_serves_and_what_to_try() -> None:
         assert httpx.get(f"{url}/anything").text == "ok"
         curl = read_until(process, r"curl (\S+)/v1/chat/completions .* -d '(.*)'")
         assert curl[1] == url
-        assert json.loads(curl[2])["model"] == "fake"
+        body = json.loads(curl[2])
+        assert (body["model"], body["forebay"]) == ("fake", {"explain": True})
 
 
 def test_says_where_kv_goes_and_no_password(tmp_path: Path) -> None:
-    where = ["--cache-dir", str(tmp_path), "--redis-url", "redis://me:secret@host:1", "--set", "cache.ssd_bytes=3GiB"]
+    where = ["--cache-dir", str(tmp_path), "--redis-url", "redis://me:secret@127.0.0.1:1", "--set", "cache.ssd_bytes=3GiB"]
     with service(*where, "--set", "cache.ssd_ttl_s=3600") as process:
         line = read_until(process, "  kv .*")[0]
-    assert line == f"  kv 8,192 tokens in memory, SSD {tmp_path} (budget 3.00 GiB, 1 h), Redis redis://me:***@host:1"
+    redis = "redis://me:***@127.0.0.1:1 (does not answer: Connection refused; windows are replayed meanwhile)"
+    assert line == f"  kv 8,192 tokens in memory, SSD {tmp_path} (budget 3.00 GiB, 1 h), Redis {redis}"
+
+
+def test_says_which_redis_answers() -> None:
+    redis = EmbeddedRedis.start(16 << 20)
+    try:
+        with service("--cache-dir", "none", "--redis-url", redis.url) as process:
+            line = read_until(process, "  kv .*")[0]
+    finally:
+        redis.stop()
+    assert re.fullmatch(r"  kv 8,192 tokens in memory, no SSD store, Redis redis://\S+ \(valkey [\d.]+\)", line)
+
+
+def test_redis_that_is_silent_is_not_waited_for() -> None:
+    """It takes the connection and says nothing; requests are served before the note is written."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        with service("--cache-dir", "none", "--redis-url", f"redis://127.0.0.1:{mute.getsockname()[1]}") as process:
+            assert "(does not answer: " in read_until(process, "  kv .*")[0]
+            process.send_signal(signal.SIGTERM)
+            assert end(process)[0] == 0
 
 
 @pytest.mark.parametrize(
