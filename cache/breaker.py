@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Literal
+
+log = logging.getLogger("forebay.cache")
 
 BreakerState = Literal["closed", "open", "half_open"]
 
@@ -69,7 +72,8 @@ class Breaker:
                 return False
             self._opened += 1
             self._open()
-            return True
+        log.warning("Redis does not answer%s: windows are replayed until it does", " in time" if timed_out else "")
+        return True
 
     def probe_due_in(self) -> float | None:
         """Seconds until the next probe, 0 if it is due; None while closed or while a probe is under way."""
@@ -94,6 +98,8 @@ class Breaker:
                 self._in_a_row = 0
             else:
                 self._open()
+        if well:
+            log.warning("Redis answers: windows are kept and found again")
 
     def _open(self) -> None:
         self._state = "open"

@@ -16,6 +16,7 @@ from blake3 import blake3
 
 MAGIC = b"FBKV"
 RECORD_VERSION = 1
+MOST_LINEAGE = 1 << 20  # counting stops here; a header that says more is not ours
 HEADER_BYTES = 128
 PAGE_BYTES = 4096
 
@@ -87,7 +88,8 @@ def unpack_header(data: bytes) -> Header | None:
     if _CRC.unpack_from(data, _FIELDS.size)[0] != checksum(fields):
         return None
     _, version, _, *values = _FIELDS.unpack(fields)
-    return Header(*values) if version == RECORD_VERSION else None
+    header = Header(*values)
+    return header if version == RECORD_VERSION and header.lineage <= MOST_LINEAGE else None
 
 
 def record_fault(header: Header | None, payload: np.ndarray, key: bytes, identity: bytes) -> Fault | None:

@@ -154,9 +154,13 @@ class RedisLink:
                 pool = redis.ConnectionPool(**options)
                 pool.connection_class(**pool.connection_kwargs)  # an option that nobody knows shows here, without a connection
                 self._client = redis.Redis(connection_pool=pool)
-        except (ValueError, TypeError, redis.RedisError) as error:
-            reason = str(error).replace(url, self.name)
-            raise ConfigError(f"redis_url {self.name} cannot be used: {reason}", param="redis_url") from None
+        except (ValueError, TypeError, redis.RedisError):
+            # The library's own words may hold parts of a password.
+            text = (
+                f"redis_url {self.name} cannot be used: it must be redis://, rediss:// or unix:// with options that Redis clients know, "
+                "and user and password percent-encoded"
+            )
+            raise ConfigError(text, param="redis_url") from None
 
     def fetch(self, key: bytes, ttl_ms: int) -> bytes | memoryview | None:
         """The value, whose time to live starts again; None if there is none.
@@ -270,4 +274,6 @@ def shown_url(url: str) -> str:
     scheme, found, rest = url.partition("://")
     if not found:
         return "(not a URL)"
-    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+    place, _, options = rest.partition("?")
+    # An unencoded password may hold a question mark; then nothing after it can be trusted to be none of it.
+    return f"{scheme}://{'…' if '@' in options else place.rpartition('@')[2]}"

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from forebay.cache.records import MOST_LINEAGE
+
 Origin = Literal["none", "live", "swa", "replay"]
 Mode = Literal["bounded", "exact"]
 
@@ -132,7 +134,7 @@ def plan_resume(
         return best
     start = resume - window
     bounded = ResumePlan(
-        resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, windows_from=resume, lineage=behind + 1
+        resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, windows_from=resume, lineage=_one_more(behind)
     )
     allowed = [plan for plan in (bounded, *others) if max_lineage is None or plan.lineage <= max_lineage]
     if best.start >= bounded.start or not allowed:
@@ -164,6 +166,10 @@ def least_hit_blocks(window: int, block_tokens: int) -> int:
     return window // block_tokens + 1
 
 
+def _one_more(lineage: int) -> int:
+    return min(lineage + 1, MOST_LINEAGE)
+
+
 def _cost(plan: ResumePlan) -> tuple[int, int]:
     """Tokens to compute, as the negative of where that begins; among equals a window is better than a replay."""
     return -plan.start, plan.origin == "replay"
@@ -186,8 +192,9 @@ def _from_window(known: KnownWindow, resume: int, anchor: int, behind: int, geom
         return ResumePlan(
             resume, s, low, s, low, known.origin, s, with_decoder=True, faithful=False, windows_from=s, lineage=lineage
         )
+    more = _one_more(lineage)
     return ResumePlan(
-        resume, anchor, low, anchor, anchor, known.origin, s, faithful=False, approximates=True, windows_from=resume, lineage=lineage + 1
+        resume, anchor, low, anchor, anchor, known.origin, s, faithful=False, approximates=True, windows_from=resume, lineage=more
     )
 
 

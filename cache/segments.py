@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from forebay.cache.records import HEADER_BYTES, PAGE_BYTES, Header, record_bytes
 from forebay.model.errors import ConfigError
 
 SUFFIX = ".seg"
+LOCK_WAIT_S = 5.0
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MOST_OPEN = 64  # segments open for reading
 
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -54,7 +57,11 @@ class StoreDirectory:
             os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             probe.unlink(missing_ok=True)  # another process may tidy it away
         except OSError as error:
-            raise ConfigError(f"The SSD cache directory {self.path} cannot be used: {error.strerror}; set another one or none.") from error
+            if self.segments.is_dir() and error.errno in NO_SPACE:
+                return  # a full disk may be emptied again
+            reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+            text = f"the SSD store cannot use {self.path}: {reason}; choose another --cache-dir, or --cache-dir none"
+            raise ConfigError(text, param="cache.dir") from error
 
     def names(self) -> list[str]:
         """Segment files, oldest first (names start with their time)."""
@@ -92,7 +99,16 @@ def try_flock(fd: int) -> bool:
 
 
 def wait_for_flock(fd: int) -> bool:
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    """Lock an open file exclusively; True.
+
+    Raises:
+        OSError: whoever has it does not let go (a stuck process).
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while not try_flock(fd):
+        if time.monotonic() > deadline:
+            raise OSError(errno.ETIMEDOUT, "another process holds a lock of the SSD store and does not let go")
+        time.sleep(0.01)
     return True
 
 
@@ -208,14 +224,18 @@ def align(memory: np.ndarray) -> np.ndarray:
 
 def open_direct(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file for input and output around the page cache, or through it where the file system knows no other way."""
-    flags |= os.O_CLOEXEC
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in a segment's place must not hold up the caller
     try:
-        return os.open(path, flags | os.O_DIRECT, mode)
+        fd = os.open(path, flags | os.O_DIRECT, mode)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # A file that this call was to create may be there already, empty.
-    return os.open(path, flags & ~os.O_EXCL, mode)
+        # A file that this call was to create may be there already, empty.
+        fd = os.open(path, flags & ~os.O_EXCL, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
+    return fd
 
 
 def _direct_or_not(fd: int, work: Callable[[], int]) -> int:

@@ -9,6 +9,7 @@ a value is only ever compared, measured and summed before its rows are used.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ import google_crc32c
 import numpy as np
 
 from forebay.cache.layout import KVLayout
+from forebay.cache.records import MOST_LINEAGE
 from forebay.model.errors import ForebayError
 
 MAGIC = b"FBSN"
@@ -194,6 +196,10 @@ def unpack(value: bytes | bytearray | memoryview, key: bytes, identity: bytes, s
         kind, length = _SECTION.unpack_from(header, _TABLE_AT + number * _SECTION.size)
         found[kind] = data[at : at + length]
         at += length
+    low = max(0, boundary - shape.window)
+    floors = encoder_floor <= low and (decoder_floor == NONE or decoder_floor <= boundary)
+    if not floors or lineage > MOST_LINEAGE or not math.isfinite(written_at):
+        raise BadSnapshot("header")  # sound bytes that we would never write
     encoder = found.get(ENCODER)
     decoder = found.get(DECODER)
     if at != len(data) or encoder is None or len(encoder) != shape.encoder_bytes:

@@ -17,9 +17,10 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from forebay.cache.records import HEADER_BYTES, PAGE_BYTES
-from forebay.cache.segments import StoreDirectory
+from forebay.cache.segments import NO_SPACE, StoreDirectory
 
 SCHEMA_VERSION = 1
+FULL_BYTES = 1 << 16  # less free space than a new index and its shared memory need
 DEEPEST_LINEAGE = 8  # deeper ones are counted with it
 INDEX_BYTES_PER_BLOCK = 256  # what a row is charged against the budget; measured: less
 KEYS_PER_QUERY = 256
@@ -85,7 +86,12 @@ class SsdIndex:
         self._inode: tuple[int, int] | None = None
         self._owners: dict[int, bytes] = {}
         self.generation = 0
-        self._open()
+        try:
+            self._open()
+        except (sqlite3.Error, OSError) as error:
+            if not is_full(error, directory):
+                raise
+            # Whoever calls next tries again.
 
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
@@ -306,3 +312,13 @@ def _is_damage(error: sqlite3.Error) -> bool:
     if code is None:  # raised by _prepare
         return isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.ProgrammingError)
     return code & 0xFF in (_CORRUPT, _NOT_A_DATABASE) or code in (_SHORT_READ, _MOVED) or str(error).startswith("no such ")
+
+
+def is_full(error: Exception, directory: StoreDirectory) -> bool:
+    """Whether the disk has no room, which may pass; sqlite does not always say so in as many words."""
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    try:
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL or directory.free_bytes() < FULL_BYTES
+    except OSError:
+        return False

@@ -9,6 +9,7 @@ one, whose rows come back with every step, can always go on.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import sqlite3
 import threading
@@ -34,6 +35,8 @@ FIRST_PLAN = 64  # blocks looked up before the first is read, then PLAN at once,
 PLAN = 256
 PLANNED_AHEAD = 512
 MOST_PLANNED = 1024  # at once, of a chain that does not lie in order: the more are known, the more of them are neighbours
+
+PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)  # troubles of the process, not of a segment
 
 MOST_REMEMBERED = 16  # lookups
 REMEMBERED_S = 10.0
@@ -331,8 +334,11 @@ class SsdReaders:
             except FileNotFoundError:
                 for row, _ in run:
                     self._damaged(row, "missing")
-            except OSError:
+            except OSError as error:
                 self._totals.io_error("read")
+                if error.errno not in PASSING:  # it will not be readable later: let the blocks be stored anew
+                    for row, _ in run:
+                        self._damaged(row, "missing")
         return read
 
     def _check(self, read: list[_Run]) -> list[tuple[Row, Load]]:

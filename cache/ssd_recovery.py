@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -62,7 +63,7 @@ def missing_segments(directory: StoreDirectory, index: SsdIndex) -> list[int]:
     """Segments the index knows and the directory has not."""
     with index.connection() as db:
         known = db.execute("SELECT id, name FROM segments").fetchall()
-    return [segment for segment, name in known if not directory.segment(name).exists()]
+    return [segment for segment, name in known if not directory.segment(name).is_file()]
 
 
 def _tidy_segment(index: SsdIndex, path: str, name: str) -> int:
@@ -87,9 +88,11 @@ def _tidy_segment(index: SsdIndex, path: str, name: str) -> int:
 
 
 def _read_back(directory: StoreDirectory, index: SsdIndex, name: str, now_ms: Callable[[], int], stopping: Callable[[], bool]) -> None:
-    fd = os.open(directory.segment(name), os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(directory.segment(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # headers only: reading ahead would read everything
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return
         in_use = not try_flock(fd)
         with index.transaction() as db:
             known = db.execute("SELECT id FROM segments WHERE name = ?", (name,)).fetchone()

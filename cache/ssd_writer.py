@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import sqlite3
 import threading
@@ -33,6 +34,8 @@ RENEW_MS = 60_000  # a chain used again within this time is not renewed in the i
 MOST_TOUCHES = 1 << 20  # keys that wait to be touched
 MOST_MISSING = 1 << 16  # the latest ones
 EVICTED_AT_ONCE = 256
+
+log = logging.getLogger("forebay.cache")
 
 
 class SsdWriter:
@@ -61,6 +64,7 @@ class SsdWriter:
         self._queued: Counter[bytes] = Counter()  # keys accepted and not written yet: touching them is not a miss
         self._missing: deque[bytes] = deque(maxlen=MOST_MISSING)
         self._paused_until = 0.0
+        self._suspended = False  # by trouble with the disk or the index; told once
         self._pause_reason: Drop = "io_error"
         self._accepted = 0  # puts and touches
         self._settled = 0
@@ -198,6 +202,9 @@ class SsdWriter:
             return
         self._guarded(batch, lambda: self._complete(batch))
         if not batch.failed:
+            if self._suspended:
+                self._suspended = False
+                log.warning("the SSD store writes again")
             self._totals.add("writes", len(batch.fresh))
             self._totals.add("written_bytes", len(batch.fresh) * self._block_bytes)
         self._settle(batch)
@@ -292,6 +299,9 @@ class SsdWriter:
         self._totals.io_error("index" if isinstance(error, sqlite3.Error) else "write")
         reason: Drop = "no_space" if full else "io_error"
         self._totals.drop(reason, blocks)
+        if not self._suspended:
+            self._suspended = True
+            log.warning("the SSD store cannot write (%s): new blocks are not stored until it can", error)
         self._pause_reason = reason
         self._paused_until = time.monotonic() + PAUSE_S
         if self._segment is not None and self._writing is None:

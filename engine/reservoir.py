@@ -6,10 +6,13 @@ completed them and on its stream, so that no later step can change them; the res
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,22 @@ from forebay.engine.sequence import Sequence
 
 REMEMBERED = 65_536  # blocks used lately, so that one the store turns out to lack can be stored again
 REPAIRED_AT_ONCE = 64  # blocks copied for that in one step
+
+
+log = logging.getLogger("forebay.engine")
+
+
+def _harmless(work: Callable[..., None]) -> Callable[..., None]:
+    """A tier that breaks costs what it would have kept, never a step: what it raises is logged."""
+
+    @functools.wraps(work)
+    def guarded(self: Reservoir, *args: Any, **named: Any) -> None:
+        try:
+            work(self, *args, **named)
+        except Exception:
+            log.exception("a tier failed in %s", work.__name__)
+
+    return guarded
 
 
 class Reservoir:
@@ -51,6 +70,7 @@ class Reservoir:
         self.live: dict[bytes, Snapshot] = {}
         self._used: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
 
+    @_harmless
     def store_blocks(self, sequence: Sequence, committed: SequenceOf[Committed]) -> None:
         """Hand newly cached blocks to the SSD store."""
         if self.store is None or not committed:
@@ -59,6 +79,7 @@ class Reservoir:
         blocks = [StoredBlock(c.key, c.depth, c.lineage) for c in committed]
         self.store.put(blocks, data.numpy(), tenant_id(sequence.request.salt), ready)
 
+    @_harmless
     def used(self, sequence: Sequence) -> None:
         """The sequence resumes: its blocks were used just now, in the store too."""
         plan = sequence.cache.plan
@@ -73,6 +94,7 @@ class Reservoir:
             self._used.popitem(last=False)
         self.store.touch([key for key in keys if key not in sequence.cache.from_ssd])
 
+    @_harmless
     def repair(self) -> None:
         """Store again what was used on the device and turned out not to be in the store (a write was dropped, a record was damaged)."""
         if self.store is None:
@@ -87,6 +109,7 @@ class Reservoir:
             data, ready = _host_copy(self.manager.pool, [c.block for c in found])
             self.store.put([StoredBlock(c.key, c.depth, c.lineage) for c in found], data.numpy(), tenant, ready)
 
+    @_harmless
     def keep_window(self, sequence: Sequence, computed: int) -> None:
         """After a step: take what was copied on the way, copy the window of a generating sequence that stands on a block boundary, and
         lend both to others for as long as the sequence runs. Only the last two boundaries are kept once the prompt's are stored."""
@@ -105,10 +128,12 @@ class Reservoir:
             if boundary in sequence.stored or boundary > sequence.prompt_tokens:
                 self._take_back(sequence, boundary)
 
+    @_harmless
     def prompt_done(self, sequence: Sequence) -> None:
         """A prompt has its first token: its windows are worth a snapshot."""
         self._store_windows(sequence, kept_boundaries(sequence.prompt_tokens, self.manager.geometry), decoder_at=None)
 
+    @_harmless
     def ended(self, sequence: Sequence, *, trusted: bool) -> None:
         """The sequence ends; call before its cache is released. What cannot be trusted is not stored, and taken back."""
         if trusted and sequence.cache.plan is not None:

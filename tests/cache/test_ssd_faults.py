@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from forebay.cache import segments as segment_files
+from forebay.cache import ssd_index
 from forebay.cache.records import HEADER_BYTES
 from forebay.cache.segments import scan
 from forebay.cache.ssd import StoredBlock
+from forebay.model.errors import ConfigError
 from ssd_stores import BLOCK, RECORD, TENANT, WAIT_S, Clock, Reader, chain, opened, payload_of, put, read, segments
 
 
@@ -96,7 +98,7 @@ def test_a_record_in_the_wrong_place_is_not_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("B028")
-def test_a_disk_that_refuses_to_read_is_a_miss_and_keeps_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_to_read_is_a_miss_and_the_block_is_stored_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = chain("a", 4)
     with opened(tmp_path) as store:
         put(store, keys)
@@ -108,9 +110,63 @@ def test_a_disk_that_refuses_to_read_is_a_miss_and_keeps_the_block(tmp_path: Pat
             broken.setattr(segment_files.os, "preadv", refuse)
             assert read(store, keys) == 0
         stats = store.stats()
-        assert (stats.blocks, sum(stats.corrupt.values())) == (4, 0)
         assert stats.io_errors["read"] > 0
+        assert stats.corrupt["missing"] == 4 - stats.blocks > 0
+        put(store, keys)
         assert read(store, keys) == 4
+
+
+def test_too_many_open_files_cost_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = chain("a", 4)
+    with opened(tmp_path) as store:
+        put(store, keys)
+
+        def refuse(*_: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(segment_files.os, "preadv", refuse)
+            assert read(store, keys) == 0
+        assert read(store, keys) == 4
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "loop"])
+def test_what_is_no_file_in_a_segments_place_is_a_miss(tmp_path: Path, what: str) -> None:
+    keys = chain("a", 4)
+    with opened(tmp_path) as store:
+        put(store, keys)
+    (segment,) = segments(tmp_path)
+    segment.unlink()
+    if what == "directory":
+        segment.mkdir()
+    elif what == "pipe":
+        os.mkfifo(segment)
+    else:
+        segment.symlink_to(segment)
+    with opened(tmp_path) as store:
+        assert read(store, keys) == 0
+        put(store, keys)
+        assert read(store, keys) == 4
+
+
+@pytest.mark.case("B129")
+def test_a_store_on_a_full_disk_opens_and_goes_on_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = chain("a", 4)
+
+    def full(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ssd_index.sqlite3, "connect", full)
+        with pytest.raises(ConfigError, match="index"), opened(tmp_path):
+            pass
+        broken.setattr(segment_files.StoreDirectory, "free_bytes", lambda _: 0)
+        with opened(tmp_path) as store:
+            assert store.lookup(keys) == []
+            assert store.stats().blocks == 0
+            broken.undo()
+            put(store, keys)
+            assert read(store, keys) == 4
 
 
 @pytest.mark.parametrize("damage", ["delete", "delete with log", "garbage", "empty", "version", "no tables", "cut", "holes"])

@@ -98,7 +98,7 @@ def test_redis_that_does_not_answer_is_a_note() -> None:
     assert "secret" not in repr(found)
 
 
-def test_redis_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_that_says_nothing_is_given_up() -> None:
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

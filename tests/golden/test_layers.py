@@ -21,6 +21,12 @@ TRACES = ["T13", "T41"]
 Check = tuple[str, str | None]  # sub-layer, what is wrong with it
 STRAY = 0.01  # share of values that may differ where this CPU adds up in another order
 
+# Units in the last place that coefficients may be off. Exact: the golden's last elements went through torch's scalar code. Elsewhere a
+# coefficient is what 256 terms give that were added up in another order (up to 16 and 32 units seen, twice that allowed); one handed on
+# also has one bf16 rounding of the layer's own that may fall otherwise, and is held to the README's relative 1e-5 (84 units at most).
+EXACT = {"pre": 2, "post": 2, "comb": 0, "handed on": 2}
+OTHER_SUMS = {"pre": 32, "post": 32, "comb": 64, "handed on": 84}
+
 
 def same(found: Tensor, wanted: Tensor, exact: bool) -> str | None:
     report = difference(found, wanted)
@@ -30,7 +36,7 @@ def same(found: Tensor, wanted: Tensor, exact: bool) -> str | None:
 
 
 def close(found: Tensor, wanted: Tensor, most: int) -> str | None:
-    """fp32 coefficients: exact up to `most` units in the last place, since the golden's last elements went through torch's scalar code."""
+    """fp32 coefficients: exact up to `most` units in the last place."""
     off = ulps(found, wanted)
     return None if off <= most else f"{off} units in the last place"
 
@@ -43,7 +49,7 @@ def checks(layer: Layer, state: HalfState, hand: Hand, g: GoldenSequence, exact:
     record: dict[str, list[Tensor]] = {}
     state.record = record
     pre = t[f"{name}.in_pre_mix"]
-    most = {"pre": 2, "post": 2, "comb": 0} if exact else {"pre": 8, "post": 8, "comb": 64}
+    most = EXACT if exact else OTHER_SUMS
     if layer.engram is not None:
         rows = s[f"{name}.engram_rows"]
         read = layer.read_memory(Streams(t[f"{name}.engram_in"], pre), rows, state)
@@ -81,7 +87,7 @@ def checks(layer: Layer, state: HalfState, hand: Hand, g: GoldenSequence, exact:
     yield "router weights", close(notes["router_weights"], s[f"{name}.router_weights"], 2 if exact else 16)
     yield "experts", same(notes["ffn_out"], t[f"{name}.ffn_out"], exact)
     yield "stream update", same(out.x, t[f"{name}.out_h"], exact)
-    yield "pre-mix handed on", close(out.pre, t[f"{name}.out_pre_mix"], most["pre"])
+    yield "pre-mix handed on", close(out.pre, t[f"{name}.out_pre_mix"], most["handed on"])
 
 
 def candidates(state: HalfState, wanted: Tensor, size: int) -> str | None:
@@ -100,9 +106,12 @@ def candidates(state: HalfState, wanted: Tensor, size: int) -> str | None:
 @pytest.mark.case("B005")
 @pytest.mark.parametrize("name", TRACES)
 def test_every_layer_equals_the_trace(tiny_a: LLM, sequences: LoadSequence, same_sums: bool, name: str) -> None:
-    """Caches are filled by the layers themselves, in order. (The trace's window rings are those after decode: see test_decode.)"""
+    """Caches are filled by the layers themselves, in order. (The trace's window rings are those after decode: see test_decode.)
+
+    Ties of index scores, which T41 has, are settled by the reference's rule: selections are equal on every CPU.
+    """
     g = sequences(name)
-    with torch.inference_mode(), Hand(tiny_a, g.ids) as hand:
+    with torch.inference_mode(), Hand(tiny_a, g.ids, len(g.ids)) as hand:
         batch = tiny_a.engine.runner.batch([hand.row(0, len(g.ids))])
         state = HalfState(batch.encoder, batch.spans, batch.tables, batch.memory, None)
         for layer in tiny_a.engine.runner.backbone.layers:

@@ -62,7 +62,11 @@ def test_prefill_logits(tiny_a: LLM, sequences: LoadSequence, same_sums: bool, n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_trace_equals_golden(tiny_a: LLM, sequences: LoadSequence, same_sums: bool, name: str) -> None:
-    """Selections, stored entries, router choices, Engram rows and the encoder's output."""
+    """Selections, stored entries, router choices, Engram rows and the encoder's output.
+
+    Where this CPU sums in another order, the first four are still equal on the short sequences; a bf16 rounding in a thousand of the
+    encoder's output may fall otherwise, and the fp32 coefficients are held to the README's relative 1e-5.
+    """
     g = sequences(name)
     if not same_sums and len(g.ids) > 13:
         pytest.skip("on this CPU sums differ in the last bit, and a long sequence drifts from the first changed selection on")
@@ -84,8 +88,15 @@ def test_trace_equals_golden(tiny_a: LLM, sequences: LoadSequence, same_sums: bo
             assert (found[:, truth.shape[1] :] == -1).all(), key
             found = found[:, : truth.shape[1]]
         assert found.shape == truth.shape, key
-        far = (found.double() - truth.double()).abs().max().item()
-        assert far <= off, f"{key} differs by up to {far:.3g}"
+        if not same_sums and key == "encoder.out_h":
+            assert (found != truth).float().mean().item() <= 0.001, key
+            torch.testing.assert_close(found, truth, rtol=2**-6, atol=0)  # a rounding of each stream update
+            continue
+        far = (found.double() - truth.double()).abs()
+        if not same_sums and key == "encoder.out_pre_mix":
+            far /= truth.double().abs()
+            off = 1e-5
+        assert far.max().item() <= off, f"{key} differs by up to {far.max().item():.3g}"
     for layer in layers:
         if layer.owns_kv:
             entry = config.head_dim // 2 + config.head_dim // 16 + config.index_head_dim // 2 + config.index_head_dim // 32
@@ -95,23 +106,33 @@ def test_trace_equals_golden(tiny_a: LLM, sequences: LoadSequence, same_sums: bo
 
 @dataclass
 class Decoded:
-    """One sequence after prefill and 31 steps with golden tokens: logits [32, vocab], notes by step, and what is stored."""
+    """One sequence after prefill and 31 steps: logits [32, vocab], the prompt's selections, notes by step, and what is stored."""
 
     golden: GoldenSequence
     logits: Tensor
+    prompt: dict[str, Tensor]
     notes: list[dict[str, Tensor]]
     entries: dict[int, Tensor]
     windows: Tensor
 
 
-def decode(llm: LLM, golden: list[GoldenSequence], *around: AbstractContextManager[None]) -> dict[str, Decoded]:
-    """All sequences in one batch through the runner: their prompts together, then, within `around`, a decode row of each per step."""
+def decode(
+    llm: LLM, golden: list[GoldenSequence], *around: AbstractContextManager[None], fed: list[list[int]] | None = None
+) -> dict[str, Decoded]:
+    """All sequences in one batch through the runner: their prompts together, then, within `around`, a decode row of each per step.
+
+    Golden tokens are fed and ties of index scores settled as the reference does; or the tokens of `fed`, with ties to the lower entry.
+    """
     runner = llm.engine.runner
     notes: list[list[dict[str, Tensor]]] = [[] for _ in golden]
     with ExitStack() as stack:
-        tokens = [g.ids + g.tensors["decode.tokens"].tolist()[: STEPS - 1] for g in golden]
-        hands = [stack.enter_context(Hand(llm, t, len(g.ids))) for t, g in zip(tokens, golden, strict=True)]
-        logits = [runner.run([h.row(0, len(g.ids), wants_logits=True) for h, g in zip(hands, golden, strict=True)])[0]]
+        chosen = fed or [g.tensors["decode.tokens"].tolist() for g in golden]
+        tokens = [g.ids + c[: STEPS - 1] for c, g in zip(chosen, golden, strict=True)]
+        hands = [stack.enter_context(Hand(llm, t, None if fed else len(g.ids))) for t, g in zip(tokens, golden, strict=True)]
+        of_prompts: dict[str, list[Tensor]] = {}
+        logits = [runner.run([h.row(0, len(g.ids), wants_logits=True) for h, g in zip(hands, golden, strict=True)], of_prompts)[0]]
+        lengths = [len(g.ids) for g in golden]
+        prompts = {key: torch.cat(parts).split(lengths) for key, parts in of_prompts.items() if key.endswith(".topk")}
         for context in around:
             stack.enter_context(context)
         for step in range(STEPS - 1):
@@ -122,7 +143,10 @@ def decode(llm: LLM, golden: list[GoldenSequence], *around: AbstractContextManag
                 notes[i].append({key: parts[0][i] for key, parts in record.items() if key.endswith((".topk", ".router_indices"))})
         windows = [runner.windows.data[h.slot].clone() for h in hands]
         return {
-            g.name: Decoded(g, torch.stack([part[i] for part in logits]), notes[i], hands[i].entries(), windows[i])
+            g.name: Decoded(
+                g, torch.stack([part[i] for part in logits]), {key: parts[i] for key, parts in prompts.items()}, notes[i],
+                hands[i].entries(), windows[i],
+            )
             for i, g in enumerate(golden)
         }
 
@@ -222,18 +246,40 @@ def test_scoring_prompt_and_continuation_at_once(tiny_a: LLM, sequences: LoadSeq
     assert_near(found[len(g.ids) - 1 :], g.tensors["decode.logits"])
 
 
+def steps_alike(a: Decoded, b: Decoded) -> int:
+    """How many tokens of two runs come from the same selections, in the prompt and in all steps before."""
+    if any(not torch.equal(a.prompt[key], b.prompt[key]) for key in a.prompt):
+        return 0
+    for step, (x, y) in enumerate(zip(a.notes, b.notes, strict=True)):
+        if any(not torch.equal(x[key], y[key]) for key in x if key.endswith(".topk")):
+            return step + 1
+    return STEPS
+
+
 def test_greedy_generation(tiny_a: LLM, sequences: LoadSequence, decoded: dict[str, Decoded]) -> None:
-    """The tokens of the golden file, all together and one alone, up to the first whose lead over the second is within rounding noise."""
+    """The tokens of the golden file, all together and one alone, up to the first whose lead over the second is within rounding noise.
+
+    `generate` settles ties of index scores by the lower entry, so that prefixes can be cached, the reference by what topk does; a tie
+    changes the selection and with it the tokens. So there are three comparisons. With the reference's rule, by hand, the tokens are the
+    golden ones. What is generated is what the runner gives by hand with generate's rule, all of it. And it is golden too as long as the two
+    rules chose the same entries: most of T8 at least, which meets its first tie late and is decoded to the last bits on Intel and AMD.
+    """
     golden = [sequences(name) for name in NAMES]
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     together = tiny_a.generate([g.ids for g in golden], params)
-    compared = 0
+    ours = decode(tiny_a, golden, fed=[shared.token_ids for shared in together])
+    by_hand, generated = 0, {}
     for g, shared in zip(golden, together, strict=True):
+        wanted = g.tensors["decode.tokens"].tolist()
         noise = (decoded[g.name].logits - g.tensors["decode.logits"]).square().mean(1).sqrt()
         unclear = (g.tensors["decode.top1_margin"] <= 3 * noise).nonzero().flatten().tolist()
         clear = unclear[0] if unclear else STEPS
-        compared += clear
-        assert shared.token_ids[:clear] == g.tensors["decode.tokens"].tolist()[:clear], g.name
-    assert compared >= 100
+        by_hand += clear
+        assert decoded[g.name].logits.argmax(1).tolist()[:clear] == wanted[:clear], g.name
+        assert shared.token_ids == ours[g.name].logits.argmax(1).tolist(), g.name
+        alike = generated[g.name] = min(clear, steps_alike(decoded[g.name], ours[g.name]))
+        assert shared.token_ids[:alike] == wanted[:alike], g.name
+    assert by_hand >= 100
+    assert generated["T8"] >= 16
     alone = tiny_a.generate([golden[4].ids], replace(params, max_tokens=12))[0]
     assert alone.token_ids == together[4].token_ids[:12]

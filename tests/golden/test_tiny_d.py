@@ -53,20 +53,29 @@ def test_draft_stages_are_found(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prefill(tiny_d: LLM, cycles: dict[str, Cycles], name: str) -> None:
-    """The last prompt row, within the last bits of the head's sums (the reference multiplies that row alone)."""
+def test_prefill(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name: str) -> None:
+    """The last prompt row, within the last bits of the head's sums (the reference multiplies that row alone).
+
+    On a CPU that sums in another order a rounding of T30's row 11 falls otherwise and goes on from there: the README's bound for such.
+    """
     run = cycles[name]
-    logits = tiny_d.score(run.prompt)[-1]
-    torch.testing.assert_close(logits, run.tensors["prefill.last_logits"], rtol=0, atol=1e-5)
+    logits, wanted = tiny_d.score(run.prompt)[-1], run.tensors["prefill.last_logits"]
+    if same_sums:
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    assert (logits - wanted).square().mean().sqrt().item() <= 0.15
     assert int(logits.argmax()) == run.emitted[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_features(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name: str) -> None:
-    """What the drafter will read: the mean over the streams that enter the attention of the layers it looks at."""
+    """What the drafter will read: the mean over the streams that enter the attention of the layers it looks at.
+
+    With other sums one early rounding changes the last bit of every other value after it; how far they go is what is bounded then, by what
+    the README of tiny-a gives for streams (1 to 2 %).
+    """
     run, backbone = cycles[name], tiny_d.engine.runner.backbone
     seen: dict[int, Tensor] = {}
-    with Hand(tiny_d, run.prompt) as hand, pytest.MonkeyPatch.context() as patch:
+    with Hand(tiny_d, run.prompt, len(run.prompt)) as hand, pytest.MonkeyPatch.context() as patch:
         for layer in tiny_d.config.dspark_target_layer_ids:
             inner = backbone.layers[layer].hc_attn
 
@@ -79,7 +88,9 @@ def test_features(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool, name:
     found = torch.cat([seen[layer] for layer in tiny_d.config.dspark_target_layer_ids], 1)
     wanted = run.tensors["prefill.features"]
     assert found.shape == wanted.shape
-    assert (found != wanted).float().mean().item() <= (0.005 if same_sums else 0.3)  # T5's few rows are summed by other code
+    if same_sums:
+        assert (found != wanted).float().mean().item() <= 0.005  # T5's few rows are summed by other code
+    assert ((found.double() - wanted.double()).norm() / wanted.double().norm()).item() <= 0.02
 
 
 def test_verification_of_committed_tokens(tiny_d: LLM, cycles: dict[str, Cycles], same_sums: bool) -> None:

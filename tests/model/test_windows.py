@@ -202,7 +202,7 @@ def test_exact_windows_resume_an_exact_prefill(tiny_net: Net, length: int) -> No
 @pytest.mark.parametrize(("prefill", "replayed"), [("bounded", 42), ("exact", 84)])
 @pytest.mark.parametrize("past", [1, 8])
 def test_exact_replay_equals_the_cold_run(tiny_net: Net, prefill: Mode, replayed: int, past: int) -> None:
-    """Six encoder layers of the twelve, a window less a token for each; a block more when the decoder half begins below the resume point."""
+    """Six encoder layers of the twelve, a window less a token for each; a block more when the decoder half begins before the hit ends."""
     length = 96 + past
     with Cold(tiny_net, length, seed=80 + past, prefill=prefill) as cold:
         plan = cold.plan(96, replay="exact")

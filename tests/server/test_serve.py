@@ -113,7 +113,7 @@ def test_says_which_redis_answers() -> None:
 
 
 def test_redis_that_is_silent_is_not_waited_for() -> None:
-    """It takes the connection and says nothing; requests are served before the note is written."""
+    """It takes the connection and says nothing."""
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

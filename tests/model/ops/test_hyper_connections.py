@@ -16,28 +16,32 @@ Components = Callable[[str], dict[str, Tensor]]
 EPS = 1e-6
 
 
-def assert_comb(found: Tensor, wanted: Tensor) -> None:
-    """Exact with AVX-512's exp, which the golden machine had; elsewhere exp itself differs in the last bit."""
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+def assert_comb(found: Tensor, wanted: Tensor, exact: bool) -> None:
+    """Exact with the golden machine's exp. Elsewhere exp itself differs by a unit in the last place, which the normalisations carry on.
+
+    An element and its sum are each off by a unit then, four at a change of the exponent, and as much again is for the divisions' roundings:
+    8 units are never more than the README's 1e-6.
+    """
+    if exact:
         assert difference(found, wanted) is None
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert ulps(found, wanted) <= 8
 
 
-def test_coefficients_equal_golden(components: Components) -> None:
+def test_coefficients_equal_golden(components: Components, same_sums: bool) -> None:
     """comb exactly. pre and post within an ulp: the golden's last elements went through torch's scalar code."""
     g = components("mhc")
     found = coefficients(g["mixes"], spread_scale(g["scale"], 4), g["base"], 4, 20, EPS)
-    assert_comb(found.comb, g["comb"])
+    assert_comb(found.comb, g["comb"], same_sums)
     assert ulps(found.pre, g["pre"]) <= 1
     assert ulps(found.post, g["post"]) <= 1
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
-def test_iterations_are_counted_as_the_reference_does(components: Components, iterations: int) -> None:
+def test_iterations_are_counted_as_the_reference_does(components: Components, same_sums: bool, iterations: int) -> None:
     """The row softmax is the first half of the first iteration."""
     g = components("mhc")
     found = coefficients(g["mixes"], spread_scale(g["scale"], 4), g["base"], 4, iterations, EPS)
-    assert_comb(found.comb, g[f"comb_after_{iterations}_iterations"])
+    assert_comb(found.comb, g[f"comb_after_{iterations}_iterations"], same_sums)
 
 
 def test_example_of_the_specification() -> None:
