@@ -96,7 +96,7 @@ class SsdStore:
         self._readers = SsdReaders(
             directory, self._index, self._totals, identity=self._identity, block_bytes=block_bytes, staging=staging,
             now_ms=self._now_ms, life_ms=self._life_ms,
-            touch=self._writer.touch, threads=options.readers,
+            touch=self._writer.touch, unreadable=self._writer.unreadable, threads=options.readers,
         )  # fmt: skip
         self._closed = False
         self._last = (0, 0, dict[int, int](), False)

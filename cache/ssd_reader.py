@@ -36,6 +36,7 @@ PLAN = 256
 PLANNED_AHEAD = 512
 MOST_PLANNED = 1024  # at once, of a chain that does not lie in order: the more are known, the more of them are neighbours
 
+MOST_UNREADABLE = 1 << 16
 PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)  # troubles of the process, not of a segment
 
 MOST_REMEMBERED = 16  # lookups
@@ -58,12 +59,14 @@ class SsdReaders:
         now_ms: the clock.
         life_ms: blocks last used longer ago are expired.
         touch: called with keys that were read, to renew them.
+        unreadable: gets the keys of blocks that are there and cannot be read; what is put under such a key is written once more.
         threads: number of readers.
     """
 
     def __init__(
         self, directory: StoreDirectory, index: SsdIndex, totals: Totals, *, identity: bytes, block_bytes: int,
-        staging: np.ndarray, now_ms: Callable[[], int], life_ms: int, touch: Callable[[Sequence[bytes]], None], threads: int,
+        staging: np.ndarray, now_ms: Callable[[], int], life_ms: int, touch: Callable[[Sequence[bytes]], None], unreadable: set[bytes],
+        threads: int,
     ) -> None:  # fmt: skip
         self._index = index
         self._totals = totals
@@ -76,6 +79,7 @@ class SsdReaders:
         self._now_ms = now_ms
         self._life_ms = life_ms
         self._touch = touch
+        self._unreadable = unreadable
         self._job_blocks = max(1, min(JOB_BYTES // self._record_bytes, MOST_RECORDS))
         self._turn = threading.Lock()  # held by the thread that picks work
         self._work = threading.Condition()
@@ -336,9 +340,8 @@ class SsdReaders:
                     self._damaged(row, "missing")
             except OSError as error:
                 self._totals.io_error("read")
-                if error.errno not in PASSING:  # it will not be readable later: let the blocks be stored anew
-                    for row, _ in run:
-                        self._damaged(row, "missing")
+                if error.errno not in PASSING and len(self._unreadable) < MOST_UNREADABLE:
+                    self._unreadable.update(row.key for row, _ in run)
         return read
 
     def _check(self, read: list[_Run]) -> list[tuple[Row, Load]]:

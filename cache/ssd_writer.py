@@ -64,6 +64,7 @@ class SsdWriter:
         self._queued: Counter[bytes] = Counter()  # keys accepted and not written yet: touching them is not a miss
         self._missing: deque[bytes] = deque(maxlen=MOST_MISSING)
         self._paused_until = 0.0
+        self.unreadable: set[bytes] = set()  # keys whose records the readers could not read: written again when put again
         self._suspended = False  # by trouble with the disk or the index; told once
         self._pause_reason: Drop = "io_error"
         self._accepted = 0  # puts and touches
@@ -382,6 +383,9 @@ class SsdWriter:
 
     def _is_stored(self, row: Row | None, item: Item) -> bool:
         if row is None or row.identity != self._identity or row.length != self._block_bytes:
+            return False
+        if item.block.key in self.unreadable:
+            self.unreadable.discard(item.block.key)
             return False
         return row.lineage <= item.block.lineage and row.used_at >= item.now_ms - self._limits.life_ms
 

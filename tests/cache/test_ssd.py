@@ -387,9 +387,9 @@ def test_unknown_files_are_removed_and_counted(tmp_path: Path) -> None:
     keys = chain("a", 3)
     with opened(tmp_path) as store:
         put(store, keys)
-        (tmp_path / "segments" / "half.tmp").write_bytes(b"x")
-        (tmp_path / "segments" / "0-stranger.seg").write_bytes(os.urandom(9000))
-        (tmp_path / "notes.txt").write_text("of the operator")
+    (tmp_path / "segments" / "half.tmp").write_bytes(b"x")
+    (tmp_path / "segments" / "0-stranger.seg").write_bytes(os.urandom(9000))
+    (tmp_path / "notes.txt").write_text("of the operator")
     with opened(tmp_path) as store:
         assert store.stats().removed_files == 2
         assert sorted(path.name for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".txt", ".seg")) == sorted(

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from ssd_stores import RECORD, chain, opened, put, read, segments
+from forebay.cache.ssd import SsdStore
+from ssd_stores import RECORD, WAIT_S, chain, opened, put, read, segments
 
 # Stores chains of a name, 7 blocks each, as fast as it can; a line on stdout for each that is acknowledged. Its budget makes it evict.
 WRITER = """
 import sys
+import time
 from pathlib import Path
 from ssd_stores import chain, opened, put
 folder, name, budget = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -62,8 +64,7 @@ def test_killed_at_random_every_acknowledged_block_is_readable(tmp_path: Path, l
                 path.unlink()
         with opened(tmp_path) as store:
             if lose_index:
-                with contextlib.suppress(TimeoutError):
-                    store.reap()  # waits for the rebuild
+                rebuilt(store)
             for keys in acknowledged[-20:]:
                 assert read(store, keys) == 7
             stats = store.stats()
@@ -91,8 +92,17 @@ def test_killed_while_it_evicts_the_budget_holds_and_nothing_dead_comes_back(tmp
         for path in tmp_path.glob("index.sqlite*"):
             path.unlink()
         with opened(tmp_path, budget_bytes=budget) as store:
+            rebuilt(store)
             store.reap()
             assert store.stats().blocks == stats.blocks, "evicted blocks stay dead without the index"
+
+
+def rebuilt(store: SsdStore) -> None:
+    """Wait until a lost index has been read back from the records."""
+    deadline = time.monotonic() + WAIT_S
+    while store.stats().rebuilding:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_two_processes_write_and_one_of_them_dies(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_record_in_the_wrong_place_is_not_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("B028")
-def test_a_disk_that_refuses_to_read_is_a_miss_and_the_block_is_stored_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_to_read_is_a_miss_and_keeps_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = chain("a", 4)
     with opened(tmp_path) as store:
         put(store, keys)
@@ -110,9 +110,11 @@ def test_a_disk_that_refuses_to_read_is_a_miss_and_the_block_is_stored_anew(tmp_
             broken.setattr(segment_files.os, "preadv", refuse)
             assert read(store, keys) == 0
         stats = store.stats()
+        assert (stats.blocks, sum(stats.corrupt.values()), stats.writes) == (4, 0, 4)
         assert stats.io_errors["read"] > 0
-        assert stats.corrupt["missing"] == 4 - stats.blocks > 0
-        put(store, keys)
+        assert read(store, keys) == 4
+        put(store, keys)  # computed meanwhile by whoever missed it: the disk may stay as it was, so it is written anew
+        assert store.stats().writes > 4
         assert read(store, keys) == 4
 
 
