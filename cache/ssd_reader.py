@@ -278,7 +278,7 @@ class SsdReaders:
             return False
         if not fetch._promoted and self._waiting_rows >= self._waiting_share:
             return False
-        return bool(self._free_rows) or fetch.keys[fetch._asked] in self._loads
+        return bool(self._free_rows) or self._shared(fetch, fetch.keys[fetch._asked]) is not None
 
     def _next_job(self) -> tuple[list[Load], list[Fetch]]:
         """Blocks to be read by the calling thread, and fetches that found blocks another fetch has loaded."""
@@ -305,7 +305,7 @@ class SsdReaders:
             fresh: list[Load] = []
             while self._can_ask(fetch):
                 key = fetch.keys[fetch._asked]
-                load = self._loads.get(key)
+                load = self._shared(fetch, key)
                 if load is None:
                     load = self._loads[key] = Load(key, self._free_rows.pop(), fetch._places.pop(key, None))
                     fresh.append(load)
@@ -325,6 +325,13 @@ class SsdReaders:
 
     def _payload(self, load: Load) -> np.ndarray:
         return self._staging[load.row, HEADER_BYTES : HEADER_BYTES + self._block_bytes]
+
+    def _shared(self, fetch: Fetch, key: bytes) -> Load | None:
+        """The load of another fetch that will do for the next position of this one; not if a better record has taken its place since."""
+        load = self._loads.get(key)
+        if load is None or fetch.lineages is None or load.place is None:
+            return load
+        return load if load.place.lineage <= fetch.lineages[fetch._asked] else None
 
     def _read(self, job: list[Load]) -> list[_Run]:
         """Read a job into its rows."""
