@@ -136,7 +136,8 @@ def plan_resume(
     bounded = ResumePlan(
         resume, start, start, anchor, anchor, "replay", faithful=False, approximates=True, windows_from=resume, lineage=_one_more(behind)
     )
-    allowed = [plan for plan in (bounded, *others) if max_lineage is None or plan.lineage <= max_lineage]
+    # One that has no replay behind it and yet differs from a cold run (by its decoder rows) counts as one here.
+    allowed = [plan for plan in (bounded, *others) if max_lineage is None or max(plan.lineage, 1) <= max_lineage]
     if best.start >= bounded.start or not allowed:
         return best
     return min(allowed, key=lambda plan: (plan.lineage, _cost(plan)))

@@ -147,7 +147,7 @@ class Scheduler:
             # Nor may blocks with more replays behind them than the first time take their place.
             replay: Literal["bounded", "exact"] = "exact" if first.faithful else policy.replay
             behind = first.lineage - first.approximates
-            policy = replace(policy, replay=replay, max_lineage=behind, max_resumed=first.lineage)
+            policy = replace(policy, replay=replay, max_lineage=behind, max_resumed=first.lineage if first.faithful else max(first.lineage, 1))
             if not first.faithful:
                 offer = replace(offer, windows=self._first_window(sequence))
         plan = self.manager.open(
@@ -191,7 +191,7 @@ class Scheduler:
             compute=sequence.prompt_tokens - plan.resume,
             window=plan.origin,
             replayed=plan.replayed,
-            lineage=plan.lineage,
+            lineage=plan.lineage if plan.faithful else max(plan.lineage, 1),
             restore_s=max(0.0, now - sequence.request.arrived) if ssd else 0.0,
         )
         sequence.times.scheduled = now

@@ -163,7 +163,8 @@ class TierCounts:
     Attributes:
         window: where the window before the resume point came from: a running sequence, a snapshot or replay; "none" without a resume.
         replayed: tokens below the resume point that were computed again; they write no global KV.
-        lineage: bounded replays behind the KV of this sequence, this one's included; 0 means that it equals a cold run.
+        lineage: bounded replays behind the KV of this sequence, this one's included; 0 means that it equals a cold run. It is 1 too when
+            decoder rows kept with a window stand in for computed ones.
         restore_s: seconds from the request's arrival until its blocks were in from the SSD store; 0 when none were needed.
     """
 

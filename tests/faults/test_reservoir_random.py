@@ -802,7 +802,7 @@ def test_engines_over_damaged_tiers(tmp_path: Path) -> None:
         chaos = EngineChaos(tmp_path / "kv", server, seed)
         chaos.run(1_500)
     print(sorted(chaos.seen.items()))
-    assert chaos.seen["ssd"] > 2_000 and chaos.seen["hbm"] > 2_000
+    assert chaos.seen["ssd"] > 1_000 and chaos.seen["hbm"] > 1_000
     assert min(chaos.seen[f"window {origin}"] for origin in ("none", "swa", "replay")) > 10
     until(lambda: threading.active_count() <= threads)
     gc.collect()
