@@ -147,7 +147,8 @@ class Scheduler:
             # Nor may blocks with more replays behind them than the first time take their place.
             replay: Literal["bounded", "exact"] = "exact" if first.faithful else policy.replay
             behind = first.lineage - first.approximates
-            policy = replace(policy, replay=replay, max_lineage=behind, max_resumed=first.lineage if first.faithful else max(first.lineage, 1))
+            most = first.lineage if first.faithful else max(first.lineage, 1)
+            policy = replace(policy, replay=replay, max_lineage=behind, max_resumed=most)
             if not first.faithful:
                 offer = replace(offer, windows=self._first_window(sequence))
         plan = self.manager.open(
