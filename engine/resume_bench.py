@@ -35,7 +35,8 @@ def measure(open_model: Open, folder: Path, *, tokens: int, repeats: int, report
     """
     redis = EmbeddedRedis.start(REDIS_BYTES)
     try:
-        model = open_model(TierOptions(dir=folder, redis_url=redis.url), tokens + SPARE_TOKENS)
+        # Patient: a pause of this process, which a server hardly has, would make a replay of a resume from a snapshot.
+        model = open_model(TierOptions(dir=folder, redis_url=redis.url, redis_timeout_s=1.0), tokens + SPARE_TOKENS)
         try:
             return run(model, redis, tokens, repeats, report)
         finally:
