@@ -321,6 +321,8 @@ def test_a_recompute_resumes_from_the_very_window_of_the_first_time() -> None:
     first = sequence.cache.plan
     assert first is not None
     assert (first.origin, first.boundary, first.with_decoder, first.faithful) == ("swa", 72, True, False)
+    assert sequence.tiers is not None
+    assert (first.lineage, sequence.tiers.lineage) == (0, 1), "its KV has no replay behind it, its text is not a cold run's"
     memo.snapshots.held.clear()
     memo.scheduler._preempt(sequence)
     memo.manager.clear()
