@@ -53,6 +53,9 @@ class Stores(RuleBasedStateMachine):
     def put(self, store: int, which: int, length: int, lineage: int) -> None:
         keys = CHAINS[which][:length]
         put(self.stores[store], keys, lineage=lineage, tenant=TENANTS[which])
+        # What takes the place of a record needs room of its own before that one can go.
+        written = sum(not self._possible(key) or self.stored[key][0] > lineage for key in keys)
+        self.lossy |= len(self.stored) + written > BUDGET
         for key in keys:
             lineage_before = self.stored[key][0] if self._possible(key) else lineage
             self.stored[key] = min(lineage, lineage_before), self.clock.now
