@@ -336,7 +336,7 @@ def test_b106_a_pickle_among_the_files(tmp_path: Path, crafted: bytes, where: st
         assert answer.tiers.ssd == (0 if where in ("segment", "payload") else 96)
         assert total(page, "kv_corruptions_total") >= (1 if where in ("segment", "payload") else 0)
         if where == "strangers":
-            assert page["ssd_removed_files_total{}"] == 4
+            until(lambda: metrics(llm)["ssd_removed_files_total{}"] == 4)
 
 
 @pytest.mark.case("B106")
