@@ -12,7 +12,8 @@ from forebay.cache.blocks import BlockPool
 from forebay.cache.windows import WindowPool
 from forebay.engine.batcher import Row
 from forebay.engine.sequence import SavedWindow, Sequence
-from forebay.model.batch import CacheMemory, ForwardBatch, Span, WindowCapture
+from forebay.model.batch import ForwardBatch, Span, WindowCapture
+from forebay.model.memory import CacheMemory, Memory
 from forebay.model.network import Backbone
 
 
@@ -23,7 +24,7 @@ class Runner:
         self.backbone, self.blocks, self.windows = backbone, blocks, windows
         self.layout = blocks.layout
         self.device = backbone.device
-        self.memory = CacheMemory(
+        self.memory: Memory = CacheMemory(
             block_tokens=self.layout.block_tokens,
             sources=blocks.views,
             window_codes=windows.codes,

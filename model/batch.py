@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from forebay.model.memory import Memory
 from forebay.model.ops.rope import Turn, turn_at
-
-
-class SourceMemory(Protocol):
-    """Paged entries of one source; four planes, each [blocks, entries per block, row bytes] uint8 (cache/layout.py)."""
-
-    @property
-    def main_codes(self) -> Tensor: ...
-    @property
-    def main_scales(self) -> Tensor: ...
-    @property
-    def index_codes(self) -> Tensor: ...
-    @property
-    def index_scales(self) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class CacheMemory:
-    """Device memory a forward pass works on; nothing here is copied.
-
-    Attributes:
-        block_tokens: tokens per block.
-        sources: layer -> planes of its entries.
-        window_codes: [slots, layers, window, head_dim] uint8 (E4M3), a ring: position p lies in row p % window.
-        window_scales: [slots, layers, window, head_dim/32] uint8 (E8M0).
-        pending: [slots, gated sources, ratio - 1, 2, head_dim] fp32: compressor k and gate of the open group's tokens.
-        pending_index: layer -> its place in `pending`.
-    """
-
-    block_tokens: int
-    sources: Mapping[int, SourceMemory]
-    window_codes: Tensor
-    window_scales: Tensor
-    pending: Tensor
-    pending_index: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -162,7 +128,7 @@ class ForwardBatch:
     token_ids: Tensor
     lookback: Tensor
     spans: Sequence[Span]
-    memory: CacheMemory
+    memory: Memory
     window: int
     image_mask: Tensor | None = None
     record: dict[str, list[Tensor]] | None = None
@@ -224,7 +190,7 @@ class HalfState:
     rows: RowSet
     spans: Sequence[Span]
     tables: Tensor
-    memory: CacheMemory
+    memory: Memory
     record: dict[str, list[Tensor]] | None
     selected: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None

@@ -8,7 +8,6 @@ from torch import Tensor
 from forebay.model.batch import HalfState
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.loading import Loader
-from forebay.model.ops import formats
 from forebay.model.ops.compress import pool_groups
 from forebay.model.ops.linear import bf16_linear, fp32_linear
 from forebay.model.ops.rms_norm import rms_norm
@@ -19,7 +18,7 @@ class Compressor:
     """Owned by kv sources only. Ratio 1 has no gate and no state; a larger ratio pools its group with a per-channel softmax."""
 
     def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, freqs: Tensor) -> None:
-        self.layer, self.ratio, self.eps, self.freqs = plan.index, plan.ratio, config.rms_norm_eps, freqs
+        self.plan, self.layer, self.ratio, self.eps, self.freqs = plan, plan.index, plan.ratio, config.rms_norm_eps, freqs
         compressor, indexer = load.at("compressor"), load.at("indexer")
         self.wkv = compressor.plain("wkv.weight")
         self.wgate = compressor.plain("wgate.weight") if plan.ratio > 1 else None
@@ -48,11 +47,7 @@ class Compressor:
         turn = turn_at(entries * self.ratio, self.freqs)
         key = rotate(rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), turn)
         main = rotate(latent, turn)
-        memory = state.memory.sources[self.layer]
-        per_block = state.memory.block_tokens // self.ratio
-        block, place = state.tables[sequence, entries // per_block], entries % per_block
-        memory.main_codes[block, place], memory.main_scales[block, place] = formats.main_encode(main)
-        memory.index_codes[block, place], memory.index_scales[block, place] = formats.index_encode(key)
+        state.memory.store_entries(self.plan, main, key, sequence, entries, state)
         state.note(f"layer{self.layer}.latent", latent)
 
     def _pool(self, x: Tensor, done: Tensor, state: HalfState) -> Tensor:
@@ -60,7 +55,6 @@ class Compressor:
         assert self.wgate is not None
         rows, ratio = state.rows, self.ratio
         k, gate = fp32_linear(x, self.wkv), fp32_linear(x, self.wgate)
-        pending = state.memory.pending[:, state.memory.pending_index[self.layer]]  # [slots, ratio-1, 2, dim]
         starts = torch.tensor(rows.starts, dtype=torch.int64, device=x.device)
         sequence, last = rows.sequence[done], rows.positions[done]
         members_k, members_gate = [], []
@@ -72,12 +66,12 @@ class Compressor:
                 continue
             here = (last - back) >= starts[sequence]
             row = torch.where(here, done - back, 0)
-            stored = pending[rows.slots[sequence], t]  # [groups, 2, dim]
+            stored = state.memory.open_group(self.layer, rows.slots[sequence], t)
             members_k.append(torch.where(here.unsqueeze(-1), k.index_select(0, row), stored[:, 0]))
             members_gate.append(torch.where(here.unsqueeze(-1), gate.index_select(0, row), stored[:, 1]))
         stops = torch.tensor(rows.stops, dtype=torch.int64, device=x.device)
         open_rows = (rows.positions >= stops[rows.sequence] // ratio * ratio).nonzero().flatten()
         if open_rows.numel():
             slot, place = rows.slots[rows.sequence[open_rows]], rows.positions[open_rows] % ratio
-            pending[slot, place] = torch.stack((k[open_rows], gate[open_rows]), 1)
+            state.memory.keep_group(self.layer, slot, place, torch.stack((k[open_rows], gate[open_rows]), 1))
         return pool_groups(torch.stack(members_k, 1), torch.stack(members_gate, 1))

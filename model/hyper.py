@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from forebay.model.config import ModelConfig
 from forebay.model.loading import Loader
-from forebay.model.ops.hyper_connections import Coefficients, coefficients, spread_scale
-from forebay.model.ops.linear import PlainWeight, fp32_linear
+from forebay.model.ops.hyper_connections import Coefficients
 
 
 class HyperConnection:
@@ -16,12 +14,12 @@ class HyperConnection:
 
     def __init__(self, config: ModelConfig, name: str, load: Loader) -> None:
         self.streams, self.iterations, self.hc_eps, self.eps = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        self.fn = PlainWeight(load.tensor(f"hc_{name}_fn"), load.cache)
+        self.fn = load.plain(f"hc_{name}_fn")
         self.base = load.tensor(f"hc_{name}_base")
-        self.scale = spread_scale(load.tensor(f"hc_{name}_scale"), self.streams)
+        self.ops = load.ops
+        self.scale = self.ops.spread_scale(load.tensor(f"hc_{name}_scale"), self.streams)
 
     def __call__(self, streams: Tensor) -> Coefficients:
         """streams [n, S, D] bf16, as they are before the sub-layer -> its coefficients."""
-        flat = streams.flatten(1).float()
-        mixes = fp32_linear(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
-        return coefficients(mixes, self.scale, self.base, self.streams, self.iterations, self.hc_eps)
+        mixes = self.ops.project(streams, self.fn, self.eps)
+        return self.ops.coefficients(mixes, self.scale, self.base, self.streams, self.iterations, self.hc_eps)

@@ -10,8 +10,6 @@ from torch import Tensor
 from forebay.model.batch import HalfState
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.loading import Loader
-from forebay.model.ops import formats
-from forebay.model.ops.gather import entry_places, gather_index
 from forebay.model.ops.index_score import index_scores
 from forebay.model.ops.linear import bf16_linear, quantised_linear
 from forebay.model.ops.rope import Turn, rotate
@@ -30,8 +28,13 @@ class Indexer:
         self.makes, self.reads = plan.makes_candidates, plan.reads_candidates
         self.pool, self.size = config.candidate_topk_blocks, config.candidate_block_size
         self.scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-        self.wq_b = load.fp8("wq_b")
+        self.ops, self.wq_b = load.ops, load.fp8("wq_b")
         self.weights_proj = load.plain("weights_proj.weight")
+
+    def queries(self, x: Tensor, latent: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Index queries [n, heads, dim], FP4 values, and the weights of the heads [n, heads] bf16; arguments as of `select`."""
+        q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
+        return self.ops.index_round(rotate(q, turn)), bf16_linear(x, self.weights_proj) * self.scale
 
     def select(self, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
         """Chosen entries of every row, [n, topk] int64 ascending, -1 filled. At the candidate source also sets `state.candidates`.
@@ -51,9 +54,7 @@ class Indexer:
         if self.reads and state.restricted is not None:
             scored |= state.restricted
         if bool(scored.any()):
-            q = quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim))
-            q = formats.index_round(rotate(q, turn))
-            weights = bf16_linear(x, self.weights_proj) * self.scale
+            q, weights = self.queries(x, latent, turn)
             restricted = state.restricted if self.reads else None
             for part, scores, columns, widths in self._scores(scored, restricted, q, weights, visible, state):
                 rows_seen = visible[part]
@@ -136,9 +137,7 @@ class Indexer:
 
     def _keys(self, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
         """entries [n, m] of sequences [n] -> [n, m, dim] fp32."""
-        memory = state.memory.sources[self.source]
-        block, place = entry_places(state.tables, sequence, entries, state.memory.block_tokens // self.ratio)
-        return gather_index(memory.index_codes, memory.index_scales, block, place)
+        return state.memory.index_keys(self.source, self.ratio, sequence, entries, state)
 
     def _widths(self, rows: Tensor, visible: Tensor, state: HalfState) -> list[int | None]:
         """How each row's ties are settled. The reference's score row spans the whole prompt, and for a generated token what is visible."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from forebay.model.checkpoint import Weights
-from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, PlainWeight, TileCache
+from forebay.model.checkpoint import RowReader, Weights
+from forebay.model.config import ModelConfig
+from forebay.model.experts import RoutedExperts
+from forebay.model.ops.backend import SERVING, Ops
+from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, PlainWeight, StackedWeight, TileCache, Weight
 
 
 class Meter:
@@ -24,7 +27,9 @@ class Meter:
 
 
 class Loader:
-    """Gives a layer the weights under its prefix, on its device."""
+    """Gives a layer the weights under its prefix, on its device, and the operations to use them with."""
+
+    ops: Ops = SERVING
 
     def __init__(self, source: Weights, cache: TileCache, device: torch.device, meter: Meter, prefix: str = "") -> None:
         self.source, self.cache, self.device, self.meter, self.prefix = source, cache, device, meter, prefix
@@ -51,3 +56,17 @@ class Loader:
 
     def plain(self, name: str) -> PlainWeight:
         return PlainWeight(self.tensor(name), self.cache)
+
+    def stack(self, parts: Sequence[Weight]) -> StackedWeight:
+        """Weights of one input as one."""
+        return StackedWeight(parts, self.cache)
+
+    def experts(self, config: ModelConfig) -> RoutedExperts:
+        """The routed experts below this prefix."""
+        each = [self.at(f"experts.{e}") for e in range(config.n_routed_experts)]
+        weights = [(e.mxfp4("w1"), e.mxfp4("w2"), e.mxfp4("w3")) for e in each]
+        return RoutedExperts(weights, self.cache, config.swiglu_limit)
+
+    def engram_table(self, layer: int) -> RowReader:
+        """The Engram table of a layer, left where it is stored."""
+        return self.source.engram_table(layer)

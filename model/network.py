@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +20,12 @@ from forebay.model.hyper import HyperConnection
 from forebay.model.loading import Loader, Meter
 from forebay.model.moe import MoE
 from forebay.model.names import expected_tensors
-from forebay.model.ops.hyper_connections import collapse, mix
-from forebay.model.ops.linear import ROW_TILE, PlainWeight, TileCache, fp32_linear
+from forebay.model.ops.hyper_connections import collapse
+from forebay.model.ops.linear import ROW_TILE, TileCache, fp32_linear
 from forebay.model.ops.rms_norm import rms_norm
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Layer:
     """One block: Engram if it has one, attention, mixture of experts."""
 
     def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, engram: Engram | None, freqs: Tensor) -> None:
-        self.plan, self.eps, self.engram = plan, config.rms_norm_eps, engram
+        self.plan, self.eps, self.engram, self.ops = plan, config.rms_norm_eps, engram, load.ops
         self.hc_attn, self.hc_ffn = HyperConnection(config, "attn", load), HyperConnection(config, "ffn", load)
         self.attn_norm, self.ffn_norm = load.tensor("attn_norm.weight"), load.tensor("ffn_norm.weight")
         self.attention = Attention(config, plan, load.at("attn"), freqs)
@@ -54,7 +59,7 @@ class Layer:
 
     def attention_input(self, s: Streams) -> Tensor:
         """[n, D] bf16: what projections, compressor and indexer of this layer read."""
-        return rms_norm(collapse(s.x, s.pre), self.attn_norm, self.eps)
+        return self.ops.collapse_norm(s.x, s.pre, self.attn_norm, self.eps)
 
     def store_global(self, s: Streams, state: HalfState) -> None:
         """Only write this layer's entries; the rows go no further. For prompt rows at the first decoder layer."""
@@ -70,16 +75,27 @@ class Layer:
         y = self.attention(x, state)
         state.note(f"{name}.attn_in", x)
         state.note(f"{name}.attn_out", y)
-        streams = mix(s.x, y, attn.post, attn.comb)
+        streams = self.ops.mix(s.x, y, attn.post, attn.comb)
         ffn = self.hc_ffn(streams)
-        x = rms_norm(collapse(streams, attn.pre), self.ffn_norm, self.eps)
+        x = self.ops.collapse_norm(streams, attn.pre, self.ffn_norm, self.eps)
         indices, weights = self.moe.route(x, state.image_mask)
         state.note(f"{name}.router_indices", indices)
         state.note(f"{name}.router_weights", weights)
         y = self.moe(x, indices, weights)
         state.note(f"{name}.ffn_in", x)
         state.note(f"{name}.ffn_out", y)
-        return Streams(mix(streams, y, ffn.post, ffn.comb), ffn.pre)
+        return Streams(self.ops.mix(streams, y, ffn.post, ffn.comb), ffn.pre)
+
+
+def _inference(method: Callable[P, R]) -> Callable[P, R]:
+    """Without gradients, but in training."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(not cast(Backbone, args[0]).trains):
+            return method(*args, **kwargs)
+
+    return run
 
 
 class Backbone:
@@ -97,15 +113,19 @@ class Backbone:
         weight_cache_bytes: int = 512 << 20,
         batch_invariant: bool = True,
         progress: Callable[[int, int, str], None] | None = None,
+        load: Loader | None = None,
     ) -> None:
+        """`load`: where weights and operations come from instead of the checkpoint; a training one makes the network differentiable."""
         self.config: ModelConfig = source.config
         self.device = torch.device(device)
         self.topology = self.config.topology()
-        self.cache = TileCache(weight_cache_bytes, ROW_TILE if batch_invariant else None)
-        load = Loader(source, self.cache, self.device, Meter(_loaded_bytes(self.config), progress))
+        self.trains = load is not None
+        if load is None:
+            cache = TileCache(weight_cache_bytes, ROW_TILE if batch_invariant else None)
+            load = Loader(source, cache, self.device, Meter(_loaded_bytes(self.config), progress))
         self.embed = load.tensor("embed.weight")
         self.norm = load.tensor("norm.weight")
-        self.head = PlainWeight(load.tensor("head.weight"), self.cache)
+        self.head = load.plain("head.weight")
         self.token_map = source.token_map().to(torch.int64) if self.config.engram_layer_ids else None
         constants = hash_constants(self.config) if self.config.engram_layer_ids else None
         freqs = [table.to(self.device) for table in layer_frequencies(self.config)]
@@ -115,14 +135,14 @@ class Backbone:
             engram = Engram(self.config, plan.index, at.at("engram"), constants) if plan.engram and constants is not None else None
             self.layers.append(Layer(self.config, plan, at, engram, freqs[plan.ratio > 0]))
 
-    @torch.inference_mode()
+    @_inference
     def encode(self, batch: ForwardBatch) -> Streams:
         """Run the encoder half on every row and store all global KV, the first decoder layer's included.
 
         Returns the streams entering the decoder half, one row per batch row.
         """
         state = HalfState(batch.encoder, batch.spans, batch.tables, batch.memory, batch.record, image_mask=batch.image_mask)
-        embedded = self.embed.index_select(0, batch.token_ids)
+        embedded = self.embed.index_select(0, batch.token_ids).to(torch.bfloat16)
         s = Streams(embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1), self._first_pre(embedded.shape[0]))
         history = self._history(batch)
         for layer in self.layers[: self.topology.cut]:
@@ -134,7 +154,7 @@ class Backbone:
         state.note("encoder.out_pre_mix", s.pre)
         return s
 
-    @torch.inference_mode()
+    @_inference
     def decode(self, s: Streams, chosen: DecoderRows) -> Tensor:
         """Run the decoder half on the chosen rows -> final hidden state [n, D] bf16, in row order.
 
@@ -152,7 +172,7 @@ class Backbone:
             s = layer(s, state, stored=first)
         return collapse(s.x, s.pre)
 
-    @torch.inference_mode()
+    @_inference
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden state [n, D] bf16 -> [n, vocab] fp32."""
         return fp32_linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.head)

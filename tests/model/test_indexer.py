@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.model.batch import CacheMemory, HalfState, RowSet, Span
+from forebay.model.batch import HalfState, RowSet, Span
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.indexer import Indexer
 from forebay.model.loading import Loader
+from forebay.model.memory import CacheMemory
 from forebay.model.ops import formats
+from forebay.model.ops.backend import SERVING
 from forebay.model.ops.linear import PlainWeight, TileCache
 from forebay.model.ops.rope import turn_at
 
@@ -39,6 +41,8 @@ class Plane:
 
 class Identity:
     """In place of a layer's weights: queries and head weights are what the test passes in."""
+
+    ops = SERVING
 
     def fp8(self, name: str) -> PlainWeight:
         return PlainWeight(torch.eye(HEADS * DIM), TileCache(1 << 20))

@@ -1,0 +1,170 @@
+"""Where KV lives during a forward pass, and everything that reads or writes it there (spec/model.md §3.5, §5, §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from forebay.model.ops import formats
+from forebay.model.ops.gather import entry_places, gather_index, gather_main
+from forebay.model.ops.sparse_attention import sparse_attention
+
+if TYPE_CHECKING:
+    from forebay.model.batch import HalfState
+    from forebay.model.config import LayerPlan
+    from forebay.model.indexer import Indexer
+    from forebay.model.ops.rope import Turn
+
+ATTEND_BYTES = 64 << 20  # fp32 working memory for the keys of one tile of rows
+
+
+@dataclass(frozen=True)
+class Window:
+    """Window keys of one layer's rows. `keys` [m, dim]: what the batch may read; `rows`: its own rows, as they will be kept."""
+
+    keys: Tensor
+    rows: tuple[Tensor, ...]
+
+
+class Memory(Protocol):
+    """What layers ask of the memory their KV lives in. The served one is `CacheMemory`; training has a differentiable one.
+
+    `state` says which rows are meant: their spans, positions and block tables.
+    """
+
+    def window(self, layer: int, kv: Tensor, state: HalfState) -> Window:
+        """Quantise the rows' window KV, [n, dim] bf16, and lay out all rows the batch may read."""
+
+    def keep_window(self, layer: int, window: Window, state: HalfState) -> None:
+        """Store what later steps read. After the attention: a long chunk overwrites rows its own first tokens needed."""
+
+    def store_entries(self, plan: LayerPlan, main: Tensor, key: Tensor, sequence: Tensor, entries: Tensor, state: HalfState) -> None:
+        """Quantise and store entries [k] int64 of spans `sequence` [k] int64: main [k, dim] and index key [k, index dim], bf16."""
+
+    def open_group(self, layer: int, slots: Tensor, place: int) -> Tensor:
+        """Compressor k and gate of a token whose group an earlier step left open: [k, 2, dim] fp32, for window slots [k]."""
+
+    def keep_group(self, layer: int, slots: Tensor, places: Tensor, values: Tensor) -> None:
+        """Remember the tokens of groups that stay open, [k, 2, dim] fp32."""
+
+    def choose(self, indexer: Indexer, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
+        """Which entries each row attends to: arguments and result of `Indexer.select`."""
+
+    def index_keys(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
+        """Index keys of entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, index dim] fp32."""
+
+    def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
+        """Attention of q [n, heads, dim] bf16 over window and chosen entries -> [n, heads, dim] bf16."""
+
+
+class SourceMemory(Protocol):
+    """Paged entries of one source; four planes, each [blocks, entries per block, row bytes] uint8 (cache/layout.py)."""
+
+    @property
+    def main_codes(self) -> Tensor: ...
+    @property
+    def main_scales(self) -> Tensor: ...
+    @property
+    def index_codes(self) -> Tensor: ...
+    @property
+    def index_scales(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """The served memory: paged FP4 entries and FP8 window rings on the device; nothing here is copied.
+
+    Attributes:
+        block_tokens: tokens per block.
+        sources: layer -> planes of its entries.
+        window_codes: [slots, layers, window, head_dim] uint8 (E4M3), a ring: position p lies in row p % window.
+        window_scales: [slots, layers, window, head_dim/32] uint8 (E8M0).
+        pending: [slots, gated sources, ratio - 1, 2, head_dim] fp32: compressor k and gate of the open group's tokens.
+        pending_index: layer -> its place in `pending`.
+    """
+
+    block_tokens: int
+    sources: Mapping[int, SourceMemory]
+    window_codes: Tensor
+    window_scales: Tensor
+    pending: Tensor
+    pending_index: Mapping[int, int]
+
+    def window(self, layer: int, kv: Tensor, state: HalfState) -> Window:
+        """`keys` [spans * window + n + 1, dim] fp32: the rings, the fresh rows, and a row of zeros."""
+        codes, scales = formats.fp8_encode(kv)
+        slots = state.rows.slots
+        ring = formats.fp8_decode(self.window_codes[slots, layer], self.window_scales[slots, layer])
+        fresh = formats.fp8_decode(codes, scales)
+        return Window(torch.cat((ring.flatten(0, 1), fresh, fresh.new_zeros((1, kv.shape[1])))), (codes, scales))
+
+    def keep_window(self, layer: int, window: Window, state: HalfState) -> None:
+        rows, (codes, scales) = state.rows, window.rows
+        size = self.window_codes.shape[2]
+        slot, place = rows.keep_target // size, rows.keep_target % size
+        self.window_codes[slot, layer, place] = codes.index_select(0, rows.keep)
+        self.window_scales[slot, layer, place] = scales.index_select(0, rows.keep)
+        for index, place, capture in rows.captures:
+            capture.codes[layer, place] = codes.index_select(0, index)
+            capture.scales[layer, place] = scales.index_select(0, index)
+
+    def store_entries(self, plan: LayerPlan, main: Tensor, key: Tensor, sequence: Tensor, entries: Tensor, state: HalfState) -> None:
+        planes, per_block = self.sources[plan.index], self.block_tokens // plan.ratio
+        block, place = state.tables[sequence, entries // per_block], entries % per_block
+        planes.main_codes[block, place], planes.main_scales[block, place] = formats.main_encode(main)
+        planes.index_codes[block, place], planes.index_scales[block, place] = formats.index_encode(key)
+
+    def open_group(self, layer: int, slots: Tensor, place: int) -> Tensor:
+        return self.pending[slots, self.pending_index[layer], place]
+
+    def keep_group(self, layer: int, slots: Tensor, places: Tensor, values: Tensor) -> None:
+        self.pending[slots, self.pending_index[layer], places] = values
+
+    def choose(self, indexer: Indexer, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
+        return indexer.select(x, latent, turn, state)
+
+    def index_keys(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
+        planes = self.sources[source]
+        block, place = entry_places(state.tables, sequence, entries, self.block_tokens // ratio)
+        return gather_index(planes.index_codes, planes.index_scales, block, place)
+
+    def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
+        rows, keys = state.rows, window.keys
+        index = torch.where(rows.window_valid, rows.window_index, keys.shape[0] - 1)
+        selected = state.selected[plan.index_source] if plan.index_source is not None else None
+        slots = index.shape[1] + (selected.shape[1] if selected is not None else 0)
+        step = max(1, ATTEND_BYTES // (4 * slots * q.shape[2]))
+        whole = step >= rows.rows
+        outs = []
+        for part in [slice(None)] if whole else [slice(first, first + step) for first in range(0, rows.rows, step)]:
+            near = index[part]
+            kv = keys.index_select(0, near.flatten()).view(*near.shape, -1)
+            valid = rows.window_valid[part]
+            if selected is not None:
+                chosen = selected[part]
+                kv = torch.cat((kv, self._entries(plan, chosen, rows.sequence[part], state, keep=whole)), 1)
+                valid = torch.cat((valid, chosen >= 0), 1)
+            outs.append(sparse_attention(q[part], kv, valid, sink, scale))
+        return outs[0] if whole else torch.cat(outs)
+
+    def _entries(self, plan: LayerPlan, chosen: Tensor, sequence: Tensor, state: HalfState, *, keep: bool) -> Tensor:
+        """Dequantised entries [n, topk, dim]; Reuse layers find those of the layer before when the whole batch was one tile."""
+        assert plan.kv_source is not None and plan.index_source is not None
+        name = (plan.kv_source, plan.index_source)
+        if keep and name in state.gathered:
+            return state.gathered[name]
+        entries = self.main_entries(plan.kv_source, plan.ratio, sequence, chosen, state)
+        if keep:
+            state.gathered.clear()  # only the latest list is ever read again
+            state.gathered[name] = entries
+        return entries
+
+    def main_entries(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
+        """Entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, head dim] fp32."""
+        planes = self.sources[source]
+        block, place = entry_places(state.tables, sequence, entries, self.block_tokens // ratio)
+        return gather_main(planes.main_codes, planes.main_scales, block, place)
