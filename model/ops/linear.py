@@ -72,6 +72,27 @@ class Weight:
     def tile(self, start: int, stop: int) -> Tensor:
         return self.cache.get((self, start), lambda: self.widen(start, stop).T.contiguous())
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [n, in] fp32 times this -> [n, out] fp32, row-invariant on CPU unless the cache's `row_tile` is None."""
+        rows = x.shape[0]
+        step = self.cache.row_tile if x.is_cpu else None
+        step = step or max(rows, 1)
+        if 0 < rows <= step and self.whole:
+            padded = x if rows == step else functional.pad(x, (0, 0, 0, step - rows))
+            return torch.mm(padded, self.tile(0, self.out_features))[:rows]
+        out = torch.empty((rows, self.out_features), dtype=torch.float32, device=x.device)
+        full = rows // step * step
+        tail = functional.pad(x[full:], (0, 0, 0, step - (rows - full))) if full < rows else None
+        for start in range(0, self.out_features if rows else 0, self.column_tile):
+            stop = min(start + self.column_tile, self.out_features)
+            w = self.tile(start, stop)
+            target = out[:, start:stop]
+            for row in range(0, full, step):
+                torch.mm(x[row : row + step], w, out=target[row : row + step])
+            if tail is not None:
+                target[full:] = torch.mm(tail, w)[: rows - full]
+        return out
+
 
 class PlainWeight(Weight):
     """bf16 or fp32 [out, in]."""
@@ -136,25 +157,8 @@ class StackedWeight(Weight):
 
 
 def matmul(x: Tensor, weight: Weight) -> Tensor:
-    """x [n, in] fp32 times weight -> [n, out] fp32, row-invariant on CPU unless its cache's `row_tile` is None."""
-    rows = x.shape[0]
-    step = weight.cache.row_tile if x.is_cpu else None
-    step = step or max(rows, 1)
-    if 0 < rows <= step and weight.whole:
-        padded = x if rows == step else functional.pad(x, (0, 0, 0, step - rows))
-        return torch.mm(padded, weight.tile(0, weight.out_features))[:rows]
-    out = torch.empty((rows, weight.out_features), dtype=torch.float32, device=x.device)
-    full = rows // step * step
-    tail = functional.pad(x[full:], (0, 0, 0, step - (rows - full))) if full < rows else None
-    for start in range(0, weight.out_features if rows else 0, weight.column_tile):
-        stop = min(start + weight.column_tile, weight.out_features)
-        w = weight.tile(start, stop)
-        target = out[:, start:stop]
-        for row in range(0, full, step):
-            torch.mm(x[row : row + step], w, out=target[row : row + step])
-        if tail is not None:
-            target[full:] = torch.mm(tail, w)[: rows - full]
-    return out
+    """`Weight.multiply`: x [n, in] times weight -> [n, out]."""
+    return weight.multiply(x)
 
 
 def fp32_linear(x: Tensor, weight: Weight) -> Tensor:
