@@ -2,6 +2,10 @@
 # make test    lint, types, import contracts and tests; what .ci/run runs
 # make lint    the first three of those
 # make bench   the ratios of the README, measured on this machine (minutes; the index of the SSD store needs 7 GB of disk for a while)
+# make demo-data   the text that the demo network is trained on, from two Debian documentation packages (19 MB fetched, nothing installed)
+# make demo-train  trains the demo network (one GPU, about half an hour; goes on where it was stopped) and writes it to build/demo-checkpoint;
+#                  TRAIN="--seconds 500" trains for a piece
+# make demo-eval   what the demo network gets right under every approximation (about 35 minutes on 2 cores); QUALITY="--quick" for a look
 # make clean   removes what the others made
 
 PYTHON ?= python3
@@ -10,11 +14,15 @@ TORCH ?= torch==2.13.0
 # Arguments for the server: make serve ARGS="--port 8001 --redis-url none"
 ARGS ?=
 
+# Arguments of demo-train and demo-eval
+TRAIN ?=
+QUALITY ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: serve test lint bench venv clean
+.PHONY: serve test lint bench venv clean demo-data demo-train demo-tokenizer demo-eval
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -37,6 +45,25 @@ bench: $(VENV)/.installed
 	$(BIN)/forebay bench serve --compare-sequential
 	$(BIN)/forebay bench cache
 	$(BIN)/forebay bench resume
+
+demo-data: $(VENV)/.installed
+	$(BIN)/python -m forebay.model.demo.train.corpus build/demo-data
+
+demo-tokenizer: demo-data
+	$(BIN)/python -m forebay.model.demo.train.tokenizer build/demo-data
+
+demo-train: $(VENV)/.installed
+	test -e build/demo-data/corpus.bin || $(MAKE) demo-data
+	$(BIN)/python -m forebay.model.demo.train.run --data build/demo-data --out build/demo-train --state build/demo-train/state.pt $(TRAIN)
+	$(BIN)/python -m forebay.model.demo.train.export --masters build/demo-train --out build/demo-checkpoint
+
+demo-eval: $(VENV)/.installed-quality
+	$(BIN)/forebay bench quality --model demo --json quality.json --plot quality.png $(QUALITY)
+
+$(VENV)/.installed-quality: $(VENV)/.installed
+	@echo "Installing matplotlib into $(VENV)"
+	@$(PIP) install -q -e '.[quality]'
+	@touch $@
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Forebay needs Python 3.11 or newer, %s is %s: set PYTHON=..." % (sys.executable, sys.version.split()[0]))'

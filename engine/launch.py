@@ -142,16 +142,15 @@ def build_client(
     prefill: PrefillMode = "bounded",
     options: EngineOptions | None = None,
     progress: Progress | None = None,
-    cache_dir: Path | None = None,
     tiers: TierOptions | None = None,
     clock: Callable[[], float] = time.time,
 ) -> EngineClient:
     """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes.
 
-    `cache_dir` is where a demo checkpoint is built and kept; None for the user's cache folder. `tiers` and `clock` as in `build_engine`.
+    `tiers` and `clock` as in `build_engine`.
     """
     torch.set_num_threads(threads)
-    source = resolve(model, cache_dir)
+    source = resolve(model)
     weights = source.open(scan=True, progress=progress)
     name = model_name or source.name
     engine = build_engine(

@@ -35,6 +35,7 @@ class LLM:
         device: `cpu` or `cuda`.
         prefill: `bounded` runs the decoder half over the last window of a prompt, `exact` over all of it.
         tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
+        chat: the tokenizer must have the tokens of the chat encoding; `engine.codec` then makes the prompts of `run`.
         clock: seconds since the epoch, by which these keep things.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
     """
@@ -46,6 +47,7 @@ class LLM:
         prefill: PrefillMode = "bounded",
         *,
         tiers: TierOptions | None = None,
+        chat: bool = False,
         clock: Callable[[], float] = time.time,
         **engine_options: Any,
     ) -> None:
@@ -55,7 +57,7 @@ class LLM:
         source = resolve(str(path))
         options = EngineOptions(**engine_options)
         self.engine: Engine = build_engine(
-            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=False, tiers=tiers, clock=clock
+            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=chat, tiers=tiers, clock=clock
         )
         self.tokenizer = self.engine.tokenizer
         self.config = self.engine.runner.backbone.config
@@ -99,6 +101,17 @@ class LLM:
             for i in range(chosen.n):
                 seed = None if chosen.seed is None else (chosen.seed + i + 2**63) % 2**64 - 2**63
                 requests.append(Request(ids, replace(chosen, n=1, seed=seed), share=share))
+        return self.run(requests)
+
+    def run(self, requests: SequenceOf[Request]) -> list[Output]:
+        """Run requests, all in one continuous batch. Their `n` is not looked at: a request is one choice.
+
+        Returns:
+            Outputs in the order of the requests.
+
+        Raises:
+            RequestError, EngineError: as `generate`.
+        """
         engine = self.engine
         sequences = [engine.prepare(request) for request in requests]  # all of them are checked before the first one runs
         results = {sequence.id: _Collected(sequence) for sequence in sequences}

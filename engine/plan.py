@@ -88,7 +88,7 @@ class Plan:
         return not self.short and self.tokens > 0
 
 
-def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_bytes: int = 0, cache_dir: Path | None = None) -> Plan:
+def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_bytes: int = 0) -> Plan:
     """Plan a model without loading it.
 
     Args:
@@ -96,12 +96,11 @@ def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_byt
         memory: bytes to plan with; None takes what this machine has free.
         sequences: running sequences to make room for.
         work_bytes: memory the engine takes beside weights and KV (its cache of dequantised weights).
-        cache_dir: where a generated checkpoint would be kept.
 
     Raises:
         ConfigError: no such model, or its configuration is of another architecture.
     """
-    source = resolve(model, cache_dir)
+    source = resolve(model)
     config = source.config
     specs: Mapping[str, TensorSpec] = expected_tensors(config) | optional_tensors(config)
     faults: str | None = None
@@ -117,7 +116,7 @@ def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_byt
     layout = KVLayout.of(config)
     tables = parts.get(TABLES, 0)
     weights = sum(size for part, size in parts.items() if part != TABLES and part not in UNUSED)
-    machine = Machine.here(Path(source.path or cache_dir or Path.cwd()))
+    machine = Machine.here(source.path or Path.cwd())
     memory = machine.memory_free if memory is None else memory
     per_sequence = layout.window_bytes + layout.pending_bytes
     left = memory - weights - work_bytes - sequences * per_sequence
@@ -147,13 +146,13 @@ def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_byt
     )
 
 
-def kv_tokens_in(model: str, kv_bytes: int, cache_dir: Path | None = None) -> int:
+def kv_tokens_in(model: str, kv_bytes: int) -> int:
     """Tokens of global KV of `model` that `kv_bytes` hold, in whole blocks.
 
     Raises:
         ConfigError: no such model, or not even one block fits.
     """
-    layout = KVLayout.of(resolve(model, cache_dir).config)
+    layout = KVLayout.of(resolve(model).config)
     if kv_bytes < layout.block_bytes:
         raise ConfigError(f"cache.kv_bytes is {kv_bytes}, one block of this model takes {layout.block_bytes}", param="cache.kv_bytes")
     return kv_bytes // layout.block_bytes * layout.block_tokens

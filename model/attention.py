@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from forebay.model.batch import HalfState
@@ -10,9 +9,8 @@ from forebay.model.compressor import Compressor
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.indexer import Indexer
 from forebay.model.loading import Loader
-from forebay.model.ops.linear import fp32_linear, quantised_linear
-from forebay.model.ops.rms_norm import rms_norm
-from forebay.model.ops.rope import inverse_frequencies, rotate
+from forebay.model.ops.linear import quantised_linear
+from forebay.model.ops.rope import inverse_frequencies
 
 
 class Attention:
@@ -39,16 +37,15 @@ class Attention:
         """x [n, D] bf16 attention input -> [n, D] bf16. Global entries of these rows must already be stored."""
         turn, memory, layer = state.turn(self.freqs), state.memory, self.plan.index
         low_q, low_kv = self.w_in.split(quantised_linear(self.ops.fp8_round(x), self.w_in))
-        latent = self.ops.fp8_round(rms_norm(low_q, self.q_norm, self.eps))
-        q = rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), turn)
-        window = memory.window(layer, rotate(rms_norm(low_kv, self.kv_norm, self.eps), turn), state)
+        latent = self.ops.fp8_round(self.ops.rms_norm(low_q, self.q_norm, self.eps))
+        q = self.ops.rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), turn)
+        window = memory.window(layer, self.ops.rotate(self.ops.rms_norm(low_kv, self.kv_norm, self.eps), turn), state)
         if self.indexer is not None:
             state.selected[layer] = memory.choose(self.indexer, x, latent, turn, state)
         out = memory.attend(q, window, self.plan, self.sink, self.scale, state)
         memory.keep_window(layer, window, state)
-        out = rotate(out, turn, inverse=True).unflatten(1, (self.groups, -1))
-        low = [fp32_linear(out[:, g].flatten(1), w) for g, w in enumerate(self.wo_a)]
-        return quantised_linear(self.ops.fp8_round(torch.cat(low, -1).to(torch.bfloat16)), self.wo_b)
+        low = self.ops.grouped_linear(self.ops.rotate(out, turn, inverse=True), self.wo_a)
+        return quantised_linear(self.ops.fp8_round(low), self.wo_b)
 
 
 def layer_frequencies(config: ModelConfig) -> tuple[Tensor, Tensor]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.model.batch import HalfState
+from forebay.model.batch import Groups, HalfState
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.loading import Loader
 from forebay.model.ops.compress import pool_groups
 from forebay.model.ops.linear import bf16_linear, fp32_linear
-from forebay.model.ops.rms_norm import rms_norm
-from forebay.model.ops.rope import rotate, turn_at
+from forebay.model.ops.rope import turn_at
 
 
 class Compressor:
@@ -19,6 +18,7 @@ class Compressor:
 
     def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, freqs: Tensor) -> None:
         self.plan, self.layer, self.ratio, self.eps, self.freqs = plan, plan.index, plan.ratio, config.rms_norm_eps, freqs
+        self.ops = load.ops
         compressor, indexer = load.at("compressor"), load.at("indexer")
         self.wkv = compressor.plain("wkv.weight")
         self.wgate = compressor.plain("wgate.weight") if plan.ratio > 1 else None
@@ -28,50 +28,58 @@ class Compressor:
 
     def write(self, x: Tensor, state: HalfState) -> None:
         """Emit the entries that the rows complete. x: [n, D] bf16 attention input. Rows below a span's write floor emit nothing."""
-        rows = state.rows
-        floor = torch.tensor([s.write_from // self.ratio for s in state.spans], dtype=torch.int64, device=x.device)
-        entry = rows.positions // self.ratio
-        emits = ((rows.positions + 1) % self.ratio == 0) & (entry >= floor[rows.sequence])
-        done = emits.nonzero().flatten()
+        groups = state.groups(self.ratio)
         if self.wgate is None:
-            if done.numel() == 0:
+            if not groups.count:
                 return
-            pooled = bf16_linear(x.index_select(0, done), self.wkv)
+            pooled = bf16_linear(_rows(x, groups.done), self.wkv)
         else:
-            pooled = self._pool(x, done, state)
-            if done.numel() == 0:
+            k, gate = fp32_linear(x, self.wkv), fp32_linear(x, self.wgate)
+            earlier = self._earlier(groups, state)  # first: the tokens of open groups may go where these lie
+            self._keep(k, gate, groups, state)
+            if not groups.count:
                 return
-        latent = rms_norm(pooled, self.norm, self.eps)
-        entries, sequence = entry[done], rows.sequence[done]
+            pooled = self._pool(k, gate, groups, earlier)
+        latent = self.ops.rms_norm(pooled, self.norm, self.eps)
         # The first token of the group gives an entry its position.
-        turn = turn_at(entries * self.ratio, self.freqs)
-        key = rotate(rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), turn)
-        main = rotate(latent, turn)
-        state.memory.store_entries(self.plan, main, key, sequence, entries, state)
+        whole = self.ratio == 1 and groups.done is None
+        turn = state.turn(self.freqs) if whole else turn_at(groups.entries * self.ratio, self.freqs)
+        key = self.ops.rotate(self.ops.rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), turn)
+        main = self.ops.rotate(latent, turn)
+        state.memory.store_entries(self.plan, main, key, groups.sequence, groups.entries, state)
         state.note(f"layer{self.layer}.latent", latent)
 
-    def _pool(self, x: Tensor, done: Tensor, state: HalfState) -> Tensor:
-        """Pooled groups that end at rows `done`; tokens of an earlier chunk come from, and the open group's go to, the pending memory."""
-        assert self.wgate is not None
-        rows, ratio = state.rows, self.ratio
-        k, gate = fp32_linear(x, self.wkv), fp32_linear(x, self.wgate)
-        starts = torch.tensor(rows.starts, dtype=torch.int64, device=x.device)
-        sequence, last = rows.sequence[done], rows.positions[done]
-        members_k, members_gate = [], []
-        for t in range(ratio):
-            back = ratio - 1 - t
-            if back == 0:
-                members_k.append(k.index_select(0, done))
-                members_gate.append(gate.index_select(0, done))
-                continue
-            here = (last - back) >= starts[sequence]
-            row = torch.where(here, done - back, 0)
-            stored = state.memory.open_group(self.layer, rows.slots[sequence], t)
-            members_k.append(torch.where(here.unsqueeze(-1), k.index_select(0, row), stored[:, 0]))
-            members_gate.append(torch.where(here.unsqueeze(-1), gate.index_select(0, row), stored[:, 1]))
-        stops = torch.tensor(rows.stops, dtype=torch.int64, device=x.device)
-        open_rows = (rows.positions >= stops[rows.sequence] // ratio * ratio).nonzero().flatten()
-        if open_rows.numel():
-            slot, place = rows.slots[rows.sequence[open_rows]], rows.positions[open_rows] % ratio
-            state.memory.keep_group(self.layer, slot, place, torch.stack((k[open_rows], gate[open_rows]), 1))
-        return pool_groups(torch.stack(members_k, 1), torch.stack(members_gate, 1))
+    def _earlier(self, groups: Groups, state: HalfState) -> list[Tensor | None]:
+        """What the memory has of each place of the completed groups but the last, [k, 2, dim] fp32; None where all tokens are here."""
+        slots = state.rows.slots[groups.sequence] if groups.count else None
+        found: list[Tensor | None] = []
+        for place, (_, here) in enumerate(groups.members):
+            found.append(None if here is None or slots is None else state.memory.open_group(self.layer, slots, place))
+        return found
+
+    def _pool(self, k: Tensor, gate: Tensor, groups: Groups, earlier: list[Tensor | None]) -> Tensor:
+        """Completed groups, pooled, [k, dim] bf16. k, gate: [n, dim] fp32; earlier: `_earlier`."""
+        both = torch.stack((k, gate), 1)
+        parts = []
+        for (row, here), stored in zip(groups.members, earlier, strict=True):
+            if row is None:
+                assert stored is not None
+                parts.append(stored)
+            elif here is None or stored is None:
+                parts.append(both.index_select(0, row))
+            else:
+                parts.append(torch.where(here[:, None, None], both.index_select(0, row), stored))
+        parts.append(_rows(both, groups.done))
+        whole = torch.stack(parts, 1)
+        return pool_groups(whole[:, :, 0], whole[:, :, 1])
+
+    def _keep(self, k: Tensor, gate: Tensor, groups: Groups, state: HalfState) -> None:
+        """Remember the tokens of groups that stay open."""
+        rows, places = groups.open_rows, groups.open_places
+        if rows is not None and places is not None:
+            slots = state.rows.slots[state.rows.sequence[rows]]
+            state.memory.keep_group(self.layer, slots, places, torch.stack((k[rows], gate[rows]), 1))
+
+
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)

@@ -82,6 +82,9 @@ class HashConstants:
     primes: Tensor
     offsets: Tensor
 
+    def to(self, device: torch.device) -> HashConstants:
+        return HashConstants(self.multipliers.to(device), self.primes.to(device), self.offsets.to(device))
+
 
 def hash_constants(config: ModelConfig) -> HashConstants:
     """Derive the constants of every Engram layer.

@@ -97,17 +97,20 @@ class CacheMemory:
     def window(self, layer: int, kv: Tensor, state: HalfState) -> Window:
         """`keys` [spans * window + n + 1, dim] fp32: the rings, the fresh rows, and a row of zeros."""
         codes, scales = formats.fp8_encode(kv)
-        slots = state.rows.slots
-        ring = formats.fp8_decode(self.window_codes[slots, layer], self.window_scales[slots, layer])
-        fresh = formats.fp8_decode(codes, scales)
-        return Window(torch.cat((ring.flatten(0, 1), fresh, fresh.new_zeros((1, kv.shape[1])))), (codes, scales))
+        planes = []
+        for kept, fresh in ((self.window_codes, codes), (self.window_scales, scales)):
+            rings = kept.select(1, layer).index_select(0, state.rows.slots).flatten(0, 1)
+            planes.append(torch.cat((rings, fresh, fresh.new_zeros((1, fresh.shape[1])))))
+        return Window(formats.fp8_decode(planes[0], planes[1]), (codes, scales))
 
     def keep_window(self, layer: int, window: Window, state: HalfState) -> None:
         rows, (codes, scales) = state.rows, window.rows
-        size = self.window_codes.shape[2]
-        slot, place = rows.keep_target // size, rows.keep_target % size
-        self.window_codes[slot, layer, place] = codes.index_select(0, rows.keep)
-        self.window_scales[slot, layer, place] = scales.index_select(0, rows.keep)
+        if rows.keep is None:
+            kept_codes, kept_scales = codes, scales
+        else:
+            kept_codes, kept_scales = codes.index_select(0, rows.keep), scales.index_select(0, rows.keep)
+        self.window_codes.select(1, layer).index_put_((rows.keep_slots, rows.keep_places), kept_codes)
+        self.window_scales.select(1, layer).index_put_((rows.keep_slots, rows.keep_places), kept_scales)
         for index, place, capture in rows.captures:
             capture.codes[layer, place] = codes.index_select(0, index)
             capture.scales[layer, place] = scales.index_select(0, index)
@@ -134,34 +137,39 @@ class CacheMemory:
 
     def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
         rows, keys = state.rows, window.keys
-        index = torch.where(rows.window_valid, rows.window_index, keys.shape[0] - 1)
         selected = state.selected[plan.index_source] if plan.index_source is not None else None
-        slots = index.shape[1] + (selected.shape[1] if selected is not None else 0)
+        slots = rows.window_index.shape[1] + (selected.shape[1] if selected is not None else 0)
         step = max(1, ATTEND_BYTES // (4 * slots * q.shape[2]))
-        whole = step >= rows.rows
-        outs = []
-        for part in [slice(None)] if whole else [slice(first, first + step) for first in range(0, rows.rows, step)]:
-            near = index[part]
-            kv = keys.index_select(0, near.flatten()).view(*near.shape, -1)
-            valid = rows.window_valid[part]
+        if step >= rows.rows:
+            kv, valid = self._near(keys, rows.window_index), rows.window_valid
             if selected is not None:
+                entries, valid = self._chosen(plan, selected, state)
+                kv = torch.cat((kv, entries), 1)
+            return sparse_attention(q, kv, valid, sink, scale)
+        outs = []
+        for part in [slice(first, first + step) for first in range(0, rows.rows, step)]:
+            kv, valid = self._near(keys, rows.window_index[part]), rows.window_valid[part]
+            if selected is not None:
+                assert plan.kv_source is not None
                 chosen = selected[part]
-                kv = torch.cat((kv, self._entries(plan, chosen, rows.sequence[part], state, keep=whole)), 1)
-                valid = torch.cat((valid, chosen >= 0), 1)
+                entries = self.main_entries(plan.kv_source, plan.ratio, rows.sequence[part], chosen, state)
+                kv, valid = torch.cat((kv, entries), 1), torch.cat((valid, chosen >= 0), 1)
             outs.append(sparse_attention(q[part], kv, valid, sink, scale))
-        return outs[0] if whole else torch.cat(outs)
+        return torch.cat(outs)
 
-    def _entries(self, plan: LayerPlan, chosen: Tensor, sequence: Tensor, state: HalfState, *, keep: bool) -> Tensor:
-        """Dequantised entries [n, topk, dim]; Reuse layers find those of the layer before when the whole batch was one tile."""
+    def _near(self, keys: Tensor, index: Tensor) -> Tensor:
+        """Window keys of rows, [n, window, dim]."""
+        return keys.index_select(0, index.view(-1)).view(*index.shape, keys.shape[1])
+
+    def _chosen(self, plan: LayerPlan, selected: Tensor, state: HalfState) -> tuple[Tensor, Tensor]:
+        """Chosen entries of all rows, dequantised [n, topk, dim], and which of window and entries there are; kept for Reuse layers."""
         assert plan.kv_source is not None and plan.index_source is not None
         name = (plan.kv_source, plan.index_source)
-        if keep and name in state.gathered:
-            return state.gathered[name]
-        entries = self.main_entries(plan.kv_source, plan.ratio, sequence, chosen, state)
-        if keep:
+        if name not in state.gathered:
+            entries = self.main_entries(plan.kv_source, plan.ratio, state.rows.sequence, selected, state)
             state.gathered.clear()  # only the latest list is ever read again
-            state.gathered[name] = entries
-        return entries
+            state.gathered[name] = entries, torch.cat((state.rows.window_valid, selected >= 0), 1)
+        return state.gathered[name]
 
     def main_entries(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
         """Entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, head dim] fp32."""

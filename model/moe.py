@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forebay.model.config import ModelConfig
+from forebay.model.experts import RoutedExperts
 from forebay.model.loading import Loader
 from forebay.model.ops.linear import fp32_linear, quantised_linear
 from forebay.model.ops.router import route
@@ -39,6 +40,8 @@ class MoE:
     def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """x [n, D] bf16 with its routing -> [n, D] bf16."""
         rounded = self.ops.fp8_round(x)
+        if self.shared and x.shape[0] == 1 and x.is_cpu and isinstance(self.experts, RoutedExperts):
+            return self.experts.lone(rounded, indices, weights, (self.shared_up, self.shared_down)).bfloat16()
         y = self.experts(rounded, indices, weights)
         if self.shared:
             gate, up = quantised_linear(rounded, self.shared_up).chunk(2, -1)

@@ -92,7 +92,9 @@ def _inference(method: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(not cast(Backbone, args[0]).trains):
+        if cast(Backbone, args[0]).trains:
+            return method(*args, **kwargs)  # `inference_mode(False)` would turn gradients on where the caller turned them off
+        with torch.inference_mode():
             return method(*args, **kwargs)
 
     return run
@@ -127,7 +129,10 @@ class Backbone:
         self.norm = load.tensor("norm.weight")
         self.head = load.plain("head.weight")
         self.token_map = source.token_map().to(torch.int64) if self.config.engram_layer_ids else None
-        constants = hash_constants(self.config) if self.config.engram_layer_ids else None
+        constants = None
+        if self.token_map is not None:
+            self.pad_class = int(self.token_map[self.config.engram_pad_token_id])
+            constants = hash_constants(self.config).to(self.token_map.device)
         freqs = [table.to(self.device) for table in layer_frequencies(self.config)]
         self.layers: list[Layer] = []
         for plan in self.topology.layers:
@@ -184,14 +189,14 @@ class Backbone:
         return pre
 
     def _history(self, batch: ForwardBatch, index: Tensor | None = None) -> Tensor | None:
-        """Token classes [n, max_ngram] int64 on the host, where the tables are; image positions are barriers."""
+        """Token classes [n, max_ngram] int64 where the token map is, on the host in serving; image positions are barriers."""
         if self.token_map is None:
             return None
         ids = batch.token_ids if batch.image_mask is None else batch.token_ids.masked_fill(batch.image_mask, -1)
         window = torch.cat((ids.unsqueeze(1), batch.lookback), 1)
         if index is not None:
             window = window.index_select(0, index)
-        return window_classes(window.cpu(), self.token_map, int(self.token_map[self.config.engram_pad_token_id]))
+        return window_classes(window.to(self.token_map.device), self.token_map, self.pad_class)
 
     def _rows(self, layer: Layer, history: Tensor | None) -> Tensor | None:
         return layer.engram.rows(history) if layer.engram is not None and history is not None else None

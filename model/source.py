@@ -10,7 +10,7 @@ from typing import Literal
 
 from forebay.model.checkpoint import Checkpoint, Progress, Weights
 from forebay.model.config import ModelConfig
-from forebay.model.demo.build import demo_checkpoint
+from forebay.model.demo import demo_checkpoint
 from forebay.model.errors import ConfigError
 from forebay.model.synthetic import SyntheticCheckpoint, synthetic_config
 
@@ -40,15 +40,14 @@ class ModelSource:
         return Checkpoint.open(self.path, scan=scan, progress=progress)
 
 
-def resolve(model: str, cache_dir: Path | None = None) -> ModelSource:
-    """Find a model by its `--model` value: a folder, `demo` (built on first use below `cache_dir`), or
-    `synthetic:v41-flash[,experts=N][,layers=K]`.
+def resolve(model: str) -> ModelSource:
+    """Find a model by its `--model` value: a folder, `demo` (comes with Forebay), or `synthetic:v41-flash[,experts=N][,layers=K]`.
 
     Raises:
-        ConfigError: no such folder, no readable `config.json` in it, or a description that cannot be parsed.
+        ConfigError: no such folder, no readable `config.json` in it, a demo that is not whole, or a description that cannot be parsed.
     """
     if model == "demo":
-        path = demo_checkpoint(cache_dir)
+        path = demo_checkpoint()
         return ModelSource("demo", model, path, ModelConfig.load(path))
     if model.startswith(SYNTHETIC):
         return ModelSource("synthetic", model, None, _parse_synthetic(model))

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from forebay.model.config import ModelConfig, real_config
-from forebay.model.demo.build import TOKENIZER, deviation_and_mean, e2m1_codes, normal_numbers, special_ids
+from forebay.model.demo import TOKENIZER
 from forebay.model.engram_map import hash_constants
 from forebay.model.errors import CheckpointError, ConfigError
 from forebay.model.names import TensorSpec, bytes_by_part, expected_tensors
+from forebay.model.random_weights import deviation_and_mean, e2m1_codes, normal_numbers, special_ids
 
 MIN_LAYERS = 6
 _BASE = 4_194_301  # prime: rows of a matrix, whatever their length, do not repeat in step with it
@@ -155,7 +156,7 @@ class SyntheticCheckpoint:
         values = base.repeat(-(-size // _BASE))[:size].view(spec.shape)
         if name == "head.weight":
             values[tokenizers.Tokenizer.from_file(str(TOKENIZER)).get_vocab_size() :] = 0
-            values[list(special_ids(self.config))] = 0
+            values[list(special_ids(TOKENIZER, self.config))] = 0
         return values
 
 

@@ -59,7 +59,7 @@ def _expand(path: Path | None) -> Path | None:
 
 
 def _kv_dir() -> Path | None:
-    """Where KV goes unless told otherwise: beside the demo checkpoint; nowhere for a user without a home."""
+    """Where KV goes unless told otherwise; nowhere for a user without a home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay" / "kv"
     except RuntimeError:

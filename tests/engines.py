@@ -27,11 +27,10 @@ from forebay.engine.runner import Runner
 from forebay.engine.types import Output, OutputEvent, PrefillMode, Request, SamplingParams
 from forebay.engine.worker import Engine
 from forebay.model.chat import ChatCodec
-from forebay.model.checkpoint import write_checkpoint
 from forebay.model.config import ModelConfig
-from forebay.model.demo import build
 from forebay.model.network import Backbone
 from forebay.model.tokenizer import Tokenizer
+from noise_model import CONFIG, TOKENIZER, write_random
 
 WINDOW = 8  # tokens, and tokens of a block, of TINY and MEMO
 
@@ -42,12 +41,12 @@ _TEXT = {
     "candidate_topk_blocks": 4, "candidate_block_size": 4, "hc_mult": 2, "hc_sinkhorn_iters": 2, "engram_layer_ids": [1],
     "engram_num_embeddings": [24562], "max_position_embeddings": 4096,
 }  # fmt: skip
-_RAW: dict[str, Any] = {**build.CONFIG, "text_config": {**build.CONFIG["text_config"], **_TEXT}}
+TINY: dict[str, Any] = {**CONFIG, "text_config": {**CONFIG["text_config"], **_TEXT}}
 
 
 @functools.cache
 def tiny_config() -> ModelConfig:
-    return ModelConfig.from_dict(_RAW)
+    return ModelConfig.from_dict(TINY)
 
 
 @functools.cache
@@ -55,9 +54,7 @@ def tiny_checkpoint() -> Path:
     """Folder of TINY, gone with the process: sources of ratio 2 and 1, a reusing and a reindexing layer, candidates, Engram."""
     folder = Path(tempfile.mkdtemp(prefix="forebay-tiny-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = tiny_config()
-    write_checkpoint(folder, _RAW, build.random_tensors(config, 7, silent_ids=build.special_ids(config)))
-    shutil.copyfile(build.TOKENIZER, folder / "tokenizer.json")
+    write_random(folder, TINY, seed=7)
     return folder
 
 
@@ -181,7 +178,7 @@ def _memo_parts() -> tuple[ModelConfig, Tokenizer, ChatCodec]:
         compress_ratios=(2, 2, 1), kv_source_layer_ids=(0, 2), index_source_layer_ids=(0, 2), index_n_heads=1, index_head_dim=32,
         index_topk=4, candidate_source_layer_id=None, candidate_topk_blocks=1, candidate_block_size=1, max_position_embeddings=1 << 20,
     )  # fmt: skip
-    tokenizer = Tokenizer.load(build.TOKENIZER)
+    tokenizer = Tokenizer.load(TOKENIZER)
     return config, tokenizer, ChatCodec(tokenizer)
 
 

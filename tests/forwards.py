@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence as EngineSequence
 from forebay.engine.types import Request, SamplingParams
-from forebay.model.ops import linear
 from forebay.model.ops.linear import Weight
 
 ENCODER_ONLY = 1 << 40  # as `decoder_from`: no row runs the decoder half
@@ -172,20 +170,17 @@ def ulps(found: Tensor, wanted: Tensor) -> int:
 @contextmanager
 def reference_sums() -> Iterator[None]:
     """Every product of a row as the reference computes it in decode: alone, by torch's linear."""
-    ours = linear.matmul
+    ours = Weight.multiply
 
-    def theirs(x: Tensor, weight: Weight) -> Tensor:
+    def theirs(weight: Weight, x: Tensor) -> Tensor:
         w = weight.tile(0, weight.out_features).T.contiguous()
         return torch.cat([torch.nn.functional.linear(x[i : i + 1], w) for i in range(x.shape[0])])
 
-    places = [m for name, m in sys.modules.items() if name.startswith("forebay.model.") and getattr(m, "matmul", None) is ours]
-    for module in places:
-        module.matmul = theirs  # type: ignore[attr-defined]
+    Weight.multiply = theirs  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for module in places:
-            module.matmul = ours  # type: ignore[attr-defined]
+        Weight.multiply = ours  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from forebay.server.errors import State
 from forebay.server.limits import ServerOptions
 from forebay.server.wire import uvicorn_config
 
-TOKENIZER = Path(__file__).resolve().parent.parent / "model" / "demo" / "tokenizer.json"
+TOKENIZER = Path(__file__).resolve().parent / "data" / "noise-tokenizer.json"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def test_built_packages_hold_the_rooms(repository: Path, tmp_path: Path) -> None
     """The wheel and the source archive hold what the links point to, at `forebay/`, and the files that are not code."""
     copy = tmp_path / "copy"
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=repository, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
+    checkpoint = [file.relative_to(repository).as_posix() for file in (repository / "model" / "demo" / "checkpoint").iterdir()]
+    for name in (*listed.stdout.splitlines(), *checkpoint):
         source, target = repository / name, copy / name
         if not source.is_symlink() and not source.is_file():
             continue
@@ -84,14 +86,38 @@ def test_built_packages_hold_the_rooms(repository: Path, tmp_path: Path) -> None
     subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, check=True)
     with zipfile.ZipFile(next((copy / "dist").glob("*.whl"))) as wheel:
         wheel_names = set(wheel.namelist())
+        wheel.extractall(tmp_path / "site")
     with tarfile.open(next((copy / "dist").glob("*.tar.gz"))) as archive:
         archive_names = {member.name for member in archive.getmembers() if member.isfile()}
     wanted = {f"forebay/{file.relative_to(repository).as_posix()}" for room in ROOMS for file in (repository / room).rglob("*.py")}
     wanted |= {"forebay/py.typed", "forebay/__init__.py"}
-    wanted |= {f"forebay/model/demo/{file.name}" for file in (repository / "model" / "demo").glob("*.json")}
+    wanted |= {f"forebay/{name}" for name in checkpoint}
     assert wanted <= wheel_names
     assert {f"forebay-{forebay.__version__}/src/{name}" for name in wanted} <= archive_names
     assert not [name for name in wheel_names if not name.startswith("forebay")]
+    _serves_from(tmp_path / "site")
+
+
+def _serves_from(site: Path) -> None:
+    """The demo of an installed wheel is served from there, and nothing is written beside it: an installation may be read-only."""
+    folders = [site, *(path for path in site.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
+    for folder in folders:
+        folder.chmod(0o555)
+    code = "import forebay.model; from forebay.engine.llm import LLM; print(forebay.model.__file__, len(LLM('demo').generate('Hello')))"
+    home = site.parent / "home"  # without rights, so that nothing is kept there either
+    home.mkdir(mode=0o555)
+    env = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home)}
+    env.pop("XDG_CACHE_HOME", None)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env, capture_output=True, text=True)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(site / "forebay" / "model" / "__init__.py"), "1"]
+    assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before
+    assert list(home.iterdir()) == []
 
 
 def test_licence_is_apache_2(repository: Path) -> None:

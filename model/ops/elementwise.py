@@ -8,6 +8,7 @@ small to be split between threads. (exp, log1p, sqrt, rsqrt and row reductions d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,12 +18,19 @@ _LANES = 64
 _PIECE = 16384  # below the size at which torch splits elementwise work
 
 
+@cache
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.float32)
+
+
 def _in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not x.is_cpu:
         return function(x)
+    spare = -x.numel() % _LANES
+    if not spare and x.numel() <= _PIECE:
+        return function(x.contiguous())
     flat = x.reshape(-1)
-    spare = -flat.numel() % _LANES
-    padded = functional.pad(flat, (0, spare)) if spare else flat
+    padded = torch.cat((flat, _zeros(spare))) if spare else flat
     if padded.numel() <= _PIECE:
         out = function(padded)
     else:

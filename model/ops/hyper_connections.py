@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forebay.model.ops.elementwise import sigmoid
@@ -31,6 +32,8 @@ def coefficients(mixes: Tensor, scale: Tensor, base: Tensor, streams: int, itera
     """
     s = streams
     raw = mixes * scale + base
+    if raw.is_cpu and not raw.requires_grad:
+        return _coefficients_numpy(raw, s, iterations, eps)
     gates = sigmoid(raw[:, : 2 * s])
     comb = raw[:, 2 * s :].unflatten(1, (s, s))
     # exp(x - max) / sum, not torch.softmax: one ulp here is amplified by every later layer.
@@ -45,8 +48,6 @@ def spread_scale(scale: Tensor, streams: int) -> Tensor:
 
 def _sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
     """Alternate row and column normalisation of positive [n, S, S]; the first row step has no eps in its denominator."""
-    if comb.is_cpu:
-        return _sinkhorn_numpy(comb, iterations, eps)
     comb = comb / comb.sum(-1, keepdim=True) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -55,33 +56,45 @@ def _sinkhorn(comb: Tensor, iterations: int, eps: float) -> Tensor:
     return comb
 
 
-def _sinkhorn_numpy(comb: Tensor, iterations: int, eps: float) -> Tensor:
-    """The same IEEE operations through numpy: 160 tiny ops per call cost a third of what torch's dispatch does, at every layer twice."""
-    c = np.ascontiguousarray(comb.numpy().transpose(1, 2, 0))  # [from, to, n]: each op runs over contiguous rows
-    e = np.float32(eps)
-    s = c.shape[0]
-    rows, cols = np.empty((s, 1, c.shape[2]), np.float32), np.empty((1, s, c.shape[2]), np.float32)
-    add = np.add.reduce
-    add(c, axis=1, keepdims=True, out=rows)
-    c /= rows
-    c += e
+def _coefficients_numpy(raw: Tensor, streams: int, iterations: int, eps: float) -> Coefficients:
+    """The same IEEE operations through numpy, with torch's sigmoid and exp: a call costs a third of what torch's dispatch does, and
+    there are dozens of them at every layer twice. raw: [n, 2S + S*S] fp32."""
+    s, values = streams, raw.numpy()
+    gates = sigmoid(raw[:, : 2 * s])
+    lone = len(values) == 1
+    # [from, to, n]: each operation runs over contiguous rows; fewer dimensions are quicker, so a lone row has no third
+    comb = values[0, 2 * s :].reshape(s, s) if lone else values[:, 2 * s :].T.reshape(s, s, -1)
+    comb = torch.from_numpy(comb - np.maximum.reduce(comb, axis=1, keepdims=True)).exp_().numpy()
+    comb = _sinkhorn_numpy(comb, iterations, eps)
+    found = torch.from_numpy(np.ascontiguousarray(comb[None] if lone else comb.transpose(2, 0, 1)))
+    return Coefficients(gates[:, :s] + eps, 2 * gates[:, s:], found)
+
+
+def _sinkhorn_numpy(comb: NDArray[np.float32], iterations: int, eps: float) -> NDArray[np.float32]:
+    """`_sinkhorn` of [S(from), S(to), n] or [S, S]. Sums run from the first to the last, so eps is added to them as one more row and
+    column."""
+    s = len(comb)
+    padded = np.full((s + 1, s + 1, *comb.shape[2:]), eps, np.float32)
+    by_row, by_column, c = padded[:s], padded[:, :s], padded[:s, :s]
+    rows, columns = np.empty_like(comb[:, :1]), np.empty_like(comb[0])
+    total, divide = np.add.reduce, np.divide
+    total(comb, axis=1, out=rows, keepdims=True)
+    np.add(comb / rows, np.float32(eps), c)
     for i in range(iterations):
         if i:
-            add(c, axis=1, keepdims=True, out=rows)
-            rows += e
-            c /= rows
-        add(c, axis=0, keepdims=True, out=cols)
-        cols += e
-        c /= cols
-    return torch.from_numpy(np.ascontiguousarray(c.transpose(2, 0, 1)))
+            total(by_row, axis=1, out=rows, keepdims=True)
+            divide(c, rows, c)
+        total(by_column, axis=0, out=columns)
+        divide(c, columns, c)
+    return c
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Sub-layer input: sum_s pre[s] * X_s. streams [n, S, D] bf16, pre [n, S] fp32 -> [n, D] bf16."""
-    first, *rest = (streams.float() * pre.unsqueeze(-1)).unbind(1)
-    for part in rest:
-        first = first + part
-    return first.to(torch.bfloat16)
+    total, *parts = (streams.float() * pre.unsqueeze(-1)).unbind(1)
+    for part in parts:
+        total = total + part
+    return total.bfloat16()
 
 
 def mix(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -94,4 +107,4 @@ def mix(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     total = weights[0] * sources[0]
     for weight, source in zip(weights[1:], sources[1:], strict=True):
         total += weight * source
-    return (post.unsqueeze(-1) * out.float().unsqueeze(1) + total).to(torch.bfloat16)
+    return (post.unsqueeze(-1) * out.float().unsqueeze(1) + total).bfloat16()

@@ -5,13 +5,14 @@ are kept in a `TileCache` of bounded size, least recently used first out, so a c
 
 Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE`
 rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever
-shares the step.
+shares the step. Few rows are padded to a smaller tile where that one is found to give the same bits (`least_tile`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.nn import functional
 from forebay.model.ops import formats
 
 ROW_TILE = 16
+SMALL_TILES = (4, 8)  # rows that a product of few rows may be padded to instead
 COLUMN_TILE_BYTES = 32 << 20  # fp32 bytes of one widened column tile
 GROUP = formats.GROUP
 
@@ -38,9 +40,11 @@ class TileCache:
         self._tiles: OrderedDict[tuple[object, int], Tensor] = OrderedDict()
 
     def get(self, key: tuple[object, int], widen: Callable[[], Tensor]) -> Tensor:
+        """The tile, made by `widen` if it is not kept, and from then on kept if it fits."""
         tile = self._tiles.get(key)
         if tile is not None:
-            self._tiles.move_to_end(key)
+            if self.used > self.budget // 2:  # else nothing is dropped soon, and the order of use need not be known
+                self._tiles.move_to_end(key)
             return tile
         tile = widen()
         size = tile.numel() * tile.element_size()
@@ -70,15 +74,19 @@ class Weight:
         raise TypeError(f"{type(self).__name__} is abstract")
 
     def tile(self, start: int, stop: int) -> Tensor:
+        """fp32 [in, stop - start]: output rows start..stop, transposed."""
         return self.cache.get((self, start), lambda: self.widen(start, stop).T.contiguous())
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [n, in] fp32 times this -> [n, out] fp32, row-invariant on CPU unless the cache's `row_tile` is None."""
         rows = x.shape[0]
-        step = self.cache.row_tile if x.is_cpu else None
-        step = step or max(rows, 1)
+        step = (self.cache.row_tile if x.is_cpu else None) or max(rows, 1)
         if 0 < rows <= step and self.whole:
-            padded = x if rows == step else functional.pad(x, (0, 0, 0, step - rows))
+            if rows < step:
+                step = least_tile(rows, step, self.in_features, self.out_features, torch.get_num_threads())
+            if rows == step:
+                return torch.mm(x, self.tile(0, self.out_features))
+            padded = torch.cat((x, _zeros(step - rows, self.in_features)))  # a third of what `pad` costs
             return torch.mm(padded, self.tile(0, self.out_features))[:rows]
         out = torch.empty((rows, self.out_features), dtype=torch.float32, device=x.device)
         full = rows // step * step
@@ -153,7 +161,31 @@ class StackedWeight(Weight):
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """[n, out] -> one [n, part's out] per part."""
-        return y.split([part.out_features for part in self.parts], -1)
+        return y.split_with_sizes([part.out_features for part in self.parts], -1)
+
+
+@cache
+def least_tile(rows: int, full: int, width: int, out: int, threads: int) -> int:
+    """To how many rows a CPU product of `rows` rows is padded: the least of `SMALL_TILES` with the bits of a tile of `full`, or `full`.
+
+    Which shapes share a kernel is BLAS's secret and differs between machines and numbers of threads, so it is tried out, once for each
+    shape [width, out] of a weight. Sums of random numbers in another order would differ in many of the bits that are compared.
+    """
+    numbers = torch.Generator().manual_seed(width * out + full)
+    for tile in SMALL_TILES:
+        if rows <= tile < full and full % tile == 0:
+            for _ in range(3):
+                x, w = torch.randn((full, width), generator=numbers), torch.randn((width, out), generator=numbers)
+                if not torch.equal(torch.cat([torch.mm(part, w) for part in x.split(tile)]), torch.mm(x, w)):
+                    break
+            else:
+                return tile
+    return full
+
+
+@cache
+def _zeros(rows: int, width: int) -> Tensor:
+    return torch.zeros((rows, width), dtype=torch.float32)
 
 
 def matmul(x: Tensor, weight: Weight) -> Tensor:
@@ -163,14 +195,14 @@ def matmul(x: Tensor, weight: Weight) -> Tensor:
 
 def fp32_linear(x: Tensor, weight: Weight) -> Tensor:
     """fp32(x) times the widened weight, fp32 out: router, ratio-2 compressor, mHC projection, head. x [n, in] any float."""
-    return matmul(x.float().contiguous(), weight)
+    return weight.multiply(x.float().contiguous())
 
 
 def bf16_linear(x: Tensor, weight: Weight) -> Tensor:
     """bf16 in, fp32 accumulation, bf16 out: index keys, index weights, ratio-1 compressor. x [n, in] bf16."""
-    return matmul(x.float().contiguous(), weight).to(torch.bfloat16)
+    return weight.multiply(x.float().contiguous()).bfloat16()
 
 
 def quantised_linear(rounded: Tensor, weight: Weight) -> Tensor:
     """An FP8 or MXFP4 linear whose input already went through `formats.fp8_round` (shared by several weights). -> [n, out] bf16."""
-    return matmul(rounded, weight).to(torch.bfloat16)
+    return weight.multiply(rounded).bfloat16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,14 @@ def rotate(x: Tensor, turn: Turn, *, inverse: bool = False) -> Tensor:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = cos.shape[-1]
     tail = x[..., -width:].float()
-    swapped = tail.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    turned = tail * cos - swapped * sin if inverse else tail * cos + swapped * sin
-    return torch.cat((x[..., :-width], turned.to(torch.bfloat16)), -1)
+    swapped = tail.index_select(-1, _neighbours(width, x.device)) * sin
+    turned = tail * cos
+    turned = turned - swapped if inverse else turned + swapped
+    return torch.cat((x[..., :-width], turned.bfloat16()), -1)
+
+
+@cache
+def _neighbours(width: int, device: torch.device) -> Tensor:
+    """1 0 3 2 5 4 ...: the other channel of each one's pair."""
+    with torch.inference_mode(False):  # also for gradients
+        return torch.arange(width, device=device) ^ 1

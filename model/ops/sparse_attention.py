@@ -18,24 +18,24 @@ def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: 
     Returns:
         [n, heads, dim] bf16; 0 where no slot is valid.
     """
-    rows, heads, dim = q.shape
-    q = q.float()
-    running = torch.full((rows, heads), -1e30, dtype=torch.float32, device=q.device)
-    denominator = torch.zeros((rows, heads), dtype=torch.float32, device=q.device)
-    out = torch.zeros((rows, heads, dim), dtype=torch.float32, device=q.device)
-    hidden = ~valid
+    if q.is_cpu and q.shape[0] == 1:  # as for `row_products`, but once for all blocks
+        return sparse_attention(q.expand(2, -1, -1), kv.expand(2, -1, -1), valid.expand(2, -1), sink, scale)[:1]
+    q, hidden = q.float(), (~valid).unsqueeze(1)
+    running = denominator = out = None
     for start in range(0, kv.shape[1], BLOCK):
         block = kv[:, start : start + BLOCK]
-        score = row_products(q, block.transpose(1, 2)) * scale
-        score = score.masked_fill_(hidden[:, None, start : start + BLOCK], -torch.inf)
-        top = torch.maximum(running, score.amax(-1))
-        p = (score - top.unsqueeze(-1)).exp_()
-        decay = (running - top).exp_()
-        denominator = denominator * decay + p.sum(-1)
-        out = out * decay.unsqueeze(-1) + row_products(p.to(torch.bfloat16).float(), block)
-        running = top
-    denominator = denominator + (sink - running).exp()
-    return (out / denominator.unsqueeze(-1)).to(torch.bfloat16)
+        score = row_products(q, block.transpose(1, 2)).mul_(scale).masked_fill_(hidden[:, :, start : start + BLOCK], -torch.inf)
+        top = score.amax(-1, keepdim=True).clamp_(min=-1e30)
+        if running is not None:
+            top = torch.maximum(running, top)
+        p = score.sub_(top).exp_()
+        total, part = p.sum(-1, keepdim=True), row_products(p.bfloat16().float(), block)
+        if running is not None and denominator is not None and out is not None:
+            decay = (running - top).exp_()
+            total, part = denominator.mul_(decay).add_(total), out.mul_(decay).add_(part)
+        running, denominator, out = top, total, part
+    assert running is not None and denominator is not None and out is not None
+    return out.div_((sink.unsqueeze(-1) - running).exp_().add_(denominator)).bfloat16()
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
@@ -43,6 +43,6 @@ def row_products(a: Tensor, b: Tensor) -> Tensor:
 
     A batched CPU product of one matrix may take another kernel than a batch of many, so a lone row is computed as one of two.
     """
-    if a.device.type == "cpu" and a.shape[0] == 1:
+    if a.is_cpu and a.shape[0] == 1:
         return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
     return torch.bmm(a, b)

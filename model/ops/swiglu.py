@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from forebay.model.ops.elementwise import silu
@@ -21,4 +20,4 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None = None)
     h = silu(gate) * up
     if weight is not None:
         h = weight.unsqueeze(-1) * h
-    return h.to(torch.bfloat16)
+    return h.bfloat16()

@@ -11,9 +11,9 @@ from forebay.server.terminal import consoles
 
 def run(args: argparse.Namespace) -> int:
     """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
-    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks"):
-        if getattr(args, name, 1) < 1:
-            raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples"):
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {value}")
     out, err = consoles()
     if args.bench == "serve":
         from forebay.server.commands import bench_serve
@@ -27,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_resume
 
         figures, fine = bench_resume.measure(args, out, err)
+    elif args.bench == "quality":
+        from forebay.server.commands import bench_quality
+
+        figures, fine = bench_quality.measure(args, out, err)
     else:
         # Imported here: this brings torch.
         from forebay.server.commands import bench_model
@@ -37,4 +41,6 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
         except OSError as error:
             raise ConfigError(f"--json: {args.json} cannot be written: {error.strerror}") from None
+    if args.bench == "quality" and args.plot:
+        bench_quality.draw(figures, args.plot, err)
     return 0 if fine else 1

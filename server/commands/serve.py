@@ -52,10 +52,13 @@ REDIS_ANSWER_S = 1.0  # for a note at the start
 FLUSH_S = 5  # after draining, for sockets to take their last bytes
 SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
 MAX_FILES = 65_536
-# Longer than a window and a block of the demo, so that sent again it shows the cache.
+# Longer than a window and a block of the demo, so that sent again it shows the cache; and the demo knows the answer.
 TRY_TEXT = (
-    "A forebay is the pool of water in front of a turbine. It takes what the river brings and gives what the turbine asks for, "
-    "so that neither has to wait for the other. What happens to it in a dry summer?"
+    "The harbour was closed for the winter and the boats lay on the quay. The secret number of the lighthouse in Bergen is 7421. Nobody "
+    "knew when the ferry would come back, so the people of the town took the road over the hills. In spring the ice broke and the first "
+    "ship brought letters, coffee and a piano for the school. The children learned three songs before the summer came and sang them on "
+    "the market place every Sunday. In the evening the lamps were lit and the town was quiet again until the next ship came. What is the "
+    "secret number of the lighthouse in Bergen?"
 )
 _NO_MEMORY = re.compile("allocate memory|out of memory|Storage size calculation overflowed")  # what torch says, on CPU and CUDA
 
@@ -307,7 +310,7 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
         url = f"http://{shown}:{port}"
-        asked = {"messages": [{"role": "user", "content": TRY_TEXT}], "max_tokens": 64, "forebay": {"explain": True}}
+        asked = {"messages": [{"role": "user", "content": TRY_TEXT}], "max_tokens": 128, "forebay": {"explain": True}}
         body = json.dumps({"model": client.model_name, **asked})
         lines = [
             f"Forebay {__version__} serves {client.model_name} at {url}",
@@ -316,7 +319,7 @@ class Service:
             *(f"  note: Redis: {note}" for note in (redis.notes if redis and redis.server else ())),
             "Try it twice:",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  {own_command()} chat --url {url} --max-tokens 64",
+            f"  {own_command()} chat --url {url}",
         ]
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading
             print("\n".join(lines), flush=True)

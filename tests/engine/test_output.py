@@ -18,7 +18,7 @@ CALL = '\n\n<⟦D⟧ calls>\n<⟦D⟧ invoke name="f">\n<⟦D⟧ parameter name=
 
 @pytest.fixture(scope="module")
 def tokenizer(repository: Path) -> Tokenizer:
-    return Tokenizer.load(repository / "model" / "demo")
+    return Tokenizer.load(repository / "tests" / "data" / "noise-tokenizer.json")
 
 
 def processor(tokenizer: Tokenizer, stop: Sequence[str] = (), options: ParseOptions | None = None, **more: bool) -> OutputProcessor:

@@ -18,6 +18,7 @@ from forebay.engine.batcher import Row
 from forebay.engine.llm import LLM
 from forebay.engine.sequence import Sequence as EngineSequence
 from forebay.engine.types import Output, PrefillMode, Request, SamplingParams
+from noise_model import noise_checkpoint
 
 LENGTHS = (41, 8, 20, 9, 33, 1, 7, 16)
 COUNT = 10
@@ -403,7 +404,7 @@ def test_what_an_exact_one_computes_takes_the_place_of_replayed_blocks() -> None
     assert_idle(llm.engine)
 
 
-# The checkpoints of the golden data and of the demo
+# The checkpoints of the golden data and of NOISE
 
 
 def test_the_golden_network_in_a_batch_and_in_chunks(golden: Path) -> None:
@@ -419,9 +420,9 @@ def test_the_golden_network_in_a_batch_and_in_chunks(golden: Path) -> None:
     assert count["steps"] >= 8
 
 
-def test_the_demo_network_in_a_batch_and_in_chunks() -> None:
+def test_the_noise_network_in_a_batch_and_in_chunks() -> None:
     """Its window is longer, and prompts longer than its top-k are scored."""
-    llm = LLM("demo", max_sequences=4, kv_tokens=2048, encoder_tokens=50, prefix_reuse=False)
+    llm = LLM(str(noise_checkpoint()), max_sequences=4, kv_tokens=2048, encoder_tokens=50, prefix_reuse=False)
     prompts = [prompt(150, 1), prompt(33, 2), prompt(70, 3)]
     singly = [llm.generate([ids], greedy(4, logprobs=1))[0] for ids in prompts[:2]]
     together = llm.generate(prompts, greedy(4, logprobs=1))

@@ -1,4 +1,4 @@
-"""A session of 4,000 tokens on the demo checkpoint, continued after everything that can happen to its cache (spec/model.md §12).
+"""A session of 4,000 tokens on NOISE, continued after everything that can happen to its cache (spec/model.md §12).
 
 The first turn is served once. Every case gets a copy of the store it left and, where windows are to be there, the snapshots it left in
 Redis, and continues with suffixes of several lengths. What is right: with a window, or with exact replay, the text of a cold run without
@@ -29,10 +29,11 @@ from forebay.engine.tiers import TierOptions
 from forebay.engine.types import Output, OutputEvent, Request, SamplingParams, TierCounts
 from forebay.model.ops import formats
 from forebay.model.source import resolve
+from noise_model import noise_checkpoint
 from redis_servers import Server, until
 from reference import Memory, Reference, ReferenceWeights
 
-WINDOW = 32  # tokens, and tokens of a block, of the demo
+WINDOW = 32  # tokens, and tokens of a block, of NOISE
 PROMPT = 3_961  # of the first turn
 OUTPUT = 50
 SESSION = PROMPT + OUTPUT
@@ -58,7 +59,7 @@ from forebay.engine.llm import LLM
 from forebay.engine.tiers import TierOptions
 from forebay.engine.types import SamplingParams
 job = json.loads(sys.stdin.readline())
-llm = LLM("demo", kv_tokens=8192, tiers=TierOptions(dir=Path(job["dir"]), redis_url=job["redis"], redis_timeout_s=2.0))
+llm = LLM(job["model"], kv_tokens=8192, tiers=TierOptions(dir=Path(job["dir"]), redis_url=job["redis"], redis_timeout_s=2.0))
 def say(**what):
     print(json.dumps(what), flush=True)
 say(pid=llm.engine.reservoir._embedded.pid if job["redis"] == "embedded" else 0)
@@ -96,7 +97,7 @@ def open_llm(folder: Path, redis_url: str | None = "embedded", clock: Clock = ti
     """`redis_timeout_s`: generous, since this machine may be busy; cases about slow servers give their own."""
     timeout = options.pop("redis_timeout_s", 2.0)
     tiers = TierOptions(dir=folder, redis_url=redis_url, redis_timeout_s=timeout)
-    return LLM("demo", tiers=tiers, clock=clock, **{"kv_tokens": 8192, **options})
+    return LLM(str(noise_checkpoint()), tiers=tiers, clock=clock, **{"kv_tokens": 8192, **options})
 
 
 class Session:
@@ -104,7 +105,7 @@ class Session:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._copies = folder, 0
-        self._cold_llm = LLM("demo", prefix_reuse=False, kv_tokens=8192)
+        self._cold_llm = LLM(str(noise_checkpoint()), prefix_reuse=False, kv_tokens=8192)
         self._cold: dict[int, Output] = {}
         self._replayed: dict[int, list[int]] = {}
         self.llm = open_llm(folder / "first")
@@ -116,7 +117,7 @@ class Session:
         self.flush(self.llm)
         self.snapshots = self._dump(self.llm)
         self.memory = self._entries()
-        self.weights = ReferenceWeights(self.llm.engine.runner.backbone, resolve("demo").open())
+        self.weights = ReferenceWeights(self.llm.engine.runner.backbone, resolve(str(noise_checkpoint())).open())
         self._saved = folder / "saved"
         shutil.copytree(folder / "first", self._saved)
 
@@ -594,7 +595,10 @@ def child(
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH_OF_TEST": json.dumps(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert process.stdin is not None and process.stdout is not None
-    job = {"dir": str(folder), "redis": "embedded", "ids": ids, "tokens": count, "progress": progress, "end": "wait"}
+    job = {
+        "model": str(noise_checkpoint()), "dir": str(folder), "redis": "embedded", "ids": ids, "tokens": count, "progress": progress,
+        "end": "wait",
+    }  # fmt: skip
     process.stdin.write(json.dumps(job).encode() + b"\n")
     process.stdin.flush()
 

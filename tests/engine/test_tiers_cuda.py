@@ -11,6 +11,7 @@ import torch
 from forebay.engine.llm import LLM
 from forebay.engine.tiers import TierOptions
 from forebay.engine.types import SamplingParams
+from noise_model import noise_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -22,7 +23,7 @@ def prompt(length: int, number: int = 0) -> list[int]:
 
 
 def open_llm(folder: Path, url: str | None = "embedded") -> LLM:
-    return LLM("demo", device="cuda", kv_tokens=30_000, tiers=TierOptions(dir=folder, redis_url=url, ssd_bytes=1 << 30))
+    return LLM(str(noise_checkpoint()), device="cuda", kv_tokens=30_000, tiers=TierOptions(dir=folder, redis_url=url, ssd_bytes=1 << 30))
 
 
 @pytest.mark.case("B033")

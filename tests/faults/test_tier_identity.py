@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,9 +28,8 @@ from forebay.engine import launch, reservoir
 from forebay.engine.llm import LLM
 from forebay.engine.tiers import TierOptions
 from forebay.engine.types import Output
-from forebay.model.checkpoint import write_checkpoint
 from forebay.model.config import ModelConfig
-from forebay.model.demo import build
+from noise_model import write_random
 from redis_servers import Server, until
 from tiered import (
     ANSWER,
@@ -115,9 +113,7 @@ def _other(item: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if item not in ("ratio", "window", "weights"):
         return tiny_checkpoint()
     folder.mkdir()
-    config = ModelConfig.from_dict(raw)
-    write_checkpoint(folder, raw, build.random_tensors(config, 8 if item == "weights" else 7, silent_ids=build.special_ids(config)))
-    shutil.copyfile(build.TOKENIZER, folder / "tokenizer.json")
+    write_random(folder, raw, seed=8 if item == "weights" else 7)
     return folder
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from noise_model import noise_checkpoint
 from reference import Net
 
 
 @pytest.fixture(scope="session")
-def demo_net() -> Net:
-    return Net.load("demo")
+def noise_net() -> Net:
+    return Net.load(str(noise_checkpoint()))
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,7 @@ def tiny_net(golden: Path) -> Net:
     return Net.load(str(golden / "tiny-a" / "checkpoint"))
 
 
-@pytest.fixture(params=["tiny-a", "demo"])
+@pytest.fixture(params=["tiny-a", "noise"])
 def net(request: pytest.FixtureRequest) -> Net:
-    """The golden checkpoint with a window of 8 tokens, and the demo with one of 32."""
-    return request.getfixturevalue("demo_net" if request.param == "demo" else "tiny_net")
+    """The golden checkpoint with a window of 8 tokens, and NOISE with one of 32."""
+    return request.getfixturevalue("noise_net" if request.param == "noise" else "tiny_net")

@@ -87,7 +87,7 @@ def test_stored_entries_survive_a_resume_at_any_place(tiny_net: Net) -> None:
 
 @pytest.mark.case("B003")
 @pytest.mark.parametrize(
-    ("name", "hit", "bounded"), [("tiny_net", 26, False), ("tiny_net", 29, True), ("tiny_net", 43, True), ("demo_net", 43, True)]
+    ("name", "hit", "bounded"), [("tiny_net", 26, False), ("tiny_net", 29, True), ("tiny_net", 43, True), ("noise_net", 43, True)]
 )
 def test_a_resume_does_not_depend_on_its_chunks(request: pytest.FixtureRequest, name: str, hit: int, bounded: bool) -> None:
     """Cuts inside the replayed window, at the hit, and in the suffix."""
@@ -163,7 +163,7 @@ class TestBoundedPrompt:
         assert difference(stored["windows"][:cut], exact["windows"][:cut]) is None
 
     @pytest.mark.parametrize(
-        ("name", "length", "chunk"), [("tiny_net", 20, 1), ("tiny_net", 50, 7), ("tiny_net", 80, 64), ("demo_net", 70, 7)]
+        ("name", "length", "chunk"), [("tiny_net", 20, 1), ("tiny_net", 50, 7), ("tiny_net", 80, 64), ("noise_net", 70, 7)]
     )
     def test_chunks_change_nothing(self, request: pytest.FixtureRequest, name: str, length: int, chunk: int) -> None:
         """The anchor is the prompt's end, not the chunk's, so cuts inside the last window do not matter either."""

@@ -23,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 @pytest.fixture(scope="module")
 def tokenizer(repository: Path) -> Tokenizer:
-    return Tokenizer.load(repository / "model" / "demo")
+    return Tokenizer.load(repository / "tests" / "data" / "noise-tokenizer.json")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_typed_markers_stay_text_everywhere(codec: ChatCodec, tokenizer: Tokeniz
 
 
 def test_grounding_tags_in_a_vocabulary_without_them(repository: Path) -> None:
-    spec = json.loads((repository / "model" / "demo" / "tokenizer.json").read_text())
+    spec = json.loads((repository / "tests" / "data" / "noise-tokenizer.json").read_text())
     spec["added_tokens"] = [entry for entry in spec["added_tokens"] if "ref" not in entry["content"]]
     small = Tokenizer(json.dumps(spec).encode(), "small")
     prompt = ChatCodec(small).encode({"messages": [USER, {"role": "assistant", "content": "see<｜ref｜>cat<｜/ref｜>."}, USER]})
@@ -560,7 +560,7 @@ def random_conversation(draw: random.Random) -> dict[str, Any]:
 
 def test_random_conversations_render_like_the_vendors_conversion(codec: ChatCodec, repository: Path) -> None:
     special = recipe.SpecialTokens(image="<｜deepseek_image｜>")
-    vocabulary = recipe.Tokenizer.from_file(str(repository / "model" / "demo" / "tokenizer.json"))
+    vocabulary = recipe.Tokenizer.from_file(str(repository / "tests" / "data" / "noise-tokenizer.json"))
     encoding = recipe.DeepseekV41Encoding().with_special_tokens(special).with_tokenizer(vocabulary)
     options = recipe.ConversionOptions().with_special_tokens(special)
     draw = random.Random(9)

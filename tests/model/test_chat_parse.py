@@ -34,7 +34,7 @@ def block(*invokes: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer(repository: Path) -> Tokenizer:
-    return Tokenizer.load(repository / "model" / "demo")
+    return Tokenizer.load(repository / "tests" / "data" / "noise-tokenizer.json")
 
 
 CASES: list[tuple[str, ParseOptions, str, str, Heard]] = [

@@ -15,12 +15,13 @@ import torch
 
 from forebay.model.checkpoint import Checkpoint, expected_tensors, optional_tensors, write_checkpoint
 from forebay.model.config import ModelConfig, real_config
-from forebay.model.demo import build
 from forebay.model.errors import CheckpointError, ConfigError
 from forebay.model.names import TensorSpec
+from forebay.model.random_weights import random_tensors
 from forebay.model.shards import Shard, damaged_values
+from noise_model import CONFIG, TOKENIZER
 
-SMALL: dict[str, Any] = copy.deepcopy(build.CONFIG)
+SMALL: dict[str, Any] = copy.deepcopy(CONFIG)
 SMALL["text_config"].update(
     vocab_size=96, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=5, num_attention_heads=2, head_dim=32, qk_rope_head_dim=8,
     q_lora_rank=32, o_lora_rank=32, o_groups=2, n_routed_experts=3, compress_ratios=[0, 2, 2, 1, 1], kv_source_layer_ids=[1, 3],
@@ -32,7 +33,7 @@ TABLE = "layers.1.engram.embed.weight"
 
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, torch.Tensor]:
-    return build.random_tensors(ModelConfig.from_dict(SMALL), seed=7)
+    return random_tensors(ModelConfig.from_dict(SMALL), seed=7)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def folder(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     write_checkpoint(path, SMALL, tensors, max_shard_bytes=60_000)
-    shutil.copyfile(build.TOKENIZER, path / "tokenizer.json")
+    shutil.copyfile(TOKENIZER, path / "tokenizer.json")
     assert len(list(path.glob("*.safetensors"))) > 3
     return path
 
@@ -149,7 +150,7 @@ def test_fingerprint_knows_content_not_files(folder: Path, tmp_path: Path, tenso
     other = tmp_path / "other"
     other.mkdir()
     write_checkpoint(other, SMALL, tensors)
-    shutil.copyfile(build.TOKENIZER, other / "tokenizer.json")
+    shutil.copyfile(TOKENIZER, other / "tokenizer.json")
     assert Checkpoint.open(other, scan=False).fingerprint == first
     changed = tensors | {"norm.weight": tensors["norm.weight"] * 2}
     write_checkpoint(other, SMALL, changed)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from forebay.model.config import ARCHITECTURE, ModelConfig
-from forebay.model.demo import build
 from forebay.model.engram_map import hash_constants
 from forebay.model.errors import ConfigError
 from forebay.model.ops.rope import inverse_frequencies
+from noise_model import CONFIG
 
 
 def raw(top: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
-    """The demo's configuration with other values, at the top or in its text part."""
-    config = copy.deepcopy(build.CONFIG) | (top or {})
+    """NOISE's configuration with other values, at the top or in its text part."""
+    config = copy.deepcopy(CONFIG) | (top or {})
     config["text_config"].update(text)
     return config
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from forebay.model.config import ModelConfig, real_config
-from forebay.model.demo import build
 from forebay.model.errors import ConfigError
+from noise_model import CONFIG
 
 # The released config.json, as spec/model.md §1.1 lists it.
 RELEASED: dict[str, Any] = {
@@ -70,8 +70,8 @@ def flattened(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(**text: Any) -> dict[str, Any]:
-    """The demo's configuration with other text fields; a value of `...` removes the field."""
-    config = copy.deepcopy(build.CONFIG)
+    """NOISE's configuration with other text fields; a value of `...` removes the field."""
+    config = copy.deepcopy(CONFIG)
     for name, value in text.items():
         if value is ...:
             config["text_config"].pop(name)
@@ -116,8 +116,8 @@ class TestReleased:
 
 
 class TestForms:
-    def test_demo_in_both(self) -> None:
-        assert ModelConfig.from_dict(flattened(build.CONFIG)) == ModelConfig.from_dict(build.CONFIG)
+    def test_noise_in_both(self) -> None:
+        assert ModelConfig.from_dict(flattened(CONFIG)) == ModelConfig.from_dict(CONFIG)
 
     @pytest.mark.parametrize("folder", ["tiny-a", "tiny-d"])
     def test_golden_checkpoints_in_both(self, golden: Path, folder: str) -> None:
@@ -135,8 +135,8 @@ class TestForms:
         }  # fmt: skip
         unread = {"model_type", "num_key_value_heads", "scoring_func", "topk_method", "hidden_act", "tie_word_embeddings", "rope_scaling"}
         unread |= {"attention_bias", "attention_dropout", "initializer_range", "use_cache", "compress_ratios"}
-        base, seen = ModelConfig.from_dict(build.CONFIG), 0
-        for name, value in build.CONFIG["text_config"].items():
+        base, seen = ModelConfig.from_dict(CONFIG), 0
+        for name, value in CONFIG["text_config"].items():
             if name in unread:
                 continue
             other = changed(**{name: special.get(name, value * 2 if value else 3)})
@@ -156,14 +156,14 @@ class TestForms:
 
     def test_fields_with_a_default_may_be_absent(self) -> None:
         names = ("swiglu_limit", "rms_norm_eps", "routed_scaling_factor", "hc_mult", "hc_eps", "hc_sinkhorn_iters", "norm_topk_prob")
-        assert ModelConfig.from_dict(changed(**dict.fromkeys(names, ...))) == ModelConfig.from_dict(build.CONFIG)
+        assert ModelConfig.from_dict(changed(**dict.fromkeys(names, ...))) == ModelConfig.from_dict(CONFIG)
 
     def test_integers_may_be_spelled_as_floats(self) -> None:
-        assert ModelConfig.from_dict(changed(hidden_size=256.0, rope_theta=10000)) == ModelConfig.from_dict(build.CONFIG)
+        assert ModelConfig.from_dict(changed(hidden_size=256.0, rope_theta=10000)) == ModelConfig.from_dict(CONFIG)
 
     def test_extra_ratios_belong_to_draft_stages(self) -> None:
-        ratios = build.CONFIG["text_config"]["compress_ratios"]
-        assert ModelConfig.from_dict(changed(compress_ratios=[*ratios, 0, 0, 0])) == ModelConfig.from_dict(build.CONFIG)
+        ratios = CONFIG["text_config"]["compress_ratios"]
+        assert ModelConfig.from_dict(changed(compress_ratios=[*ratios, 0, 0, 0])) == ModelConfig.from_dict(CONFIG)
 
 
 POSITIVE = (
@@ -201,7 +201,7 @@ def test_every_rule_names_its_field(field: str, value: Any) -> None:
     assert field in caught.value.message
 
 
-REQUIRED = [name for name in build.CONFIG["text_config"] if name in {
+REQUIRED = [name for name in CONFIG["text_config"] if name in {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_groups",
     "o_lora_rank", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "sliding_window", "compress_ratios",
     "kv_source_layer_ids", "index_source_layer_ids", "index_n_heads", "index_head_dim", "index_topk",
@@ -227,34 +227,34 @@ class TestOtherModels:
     @pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "LlamaForCausalLM"])
     def test_another_architecture_is_named(self, name: str) -> None:
         with pytest.raises(ConfigError, match=f"describes {name}; Forebay serves DeepseekV41ForCausalLM"):
-            ModelConfig.from_dict(build.CONFIG | {"architectures": [name]})
+            ModelConfig.from_dict(CONFIG | {"architectures": [name]})
 
     def test_another_model_type_is_named(self) -> None:
         with pytest.raises(ConfigError, match="model_type 'deepseek_v4'"):
-            ModelConfig.from_dict({**build.CONFIG, "model_type": "deepseek_v4"})
+            ModelConfig.from_dict({**CONFIG, "model_type": "deepseek_v4"})
 
     @pytest.mark.parametrize(
         ("key", "value"), [("quant_method", "awq"), ("weight_block_size", [128, 128]), ("scale_fmt", "fp32"), ("expert_dtype", "int4")]
     )
     def test_other_quantisations_are_named(self, key: str, value: Any) -> None:
         with pytest.raises(ConfigError, match=f"quantization_config.{key}"):
-            ModelConfig.from_dict({**build.CONFIG, "quantization_config": {**build.CONFIG["quantization_config"], key: value}})
+            ModelConfig.from_dict({**CONFIG, "quantization_config": {**CONFIG["quantization_config"], key: value}})
 
     def test_lost_quantisation_is_an_error(self) -> None:
         """It sits at the top only; a reader that descends into text_config loses it and takes everything for bf16."""
         with pytest.raises(ConfigError, match="lacks quantization_config"):
-            ModelConfig.from_dict({k: v for k, v in build.CONFIG.items() if k != "quantization_config"})
+            ModelConfig.from_dict({k: v for k, v in CONFIG.items() if k != "quantization_config"})
 
     @pytest.mark.parametrize(("key", "value"), [("dtype", "bf16"), ("expert_dtype", "fp8")])
     def test_flat_form_of_another_precision(self, key: str, value: str) -> None:
         with pytest.raises(ConfigError, match=key):
-            ModelConfig.from_dict(flattened(build.CONFIG) | {key: value})
+            ModelConfig.from_dict(flattened(CONFIG) | {key: value})
 
 
 class TestFile:
     def test_folder_and_file(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(build.CONFIG), "utf-8")
-        assert ModelConfig.load(tmp_path) == ModelConfig.load(tmp_path / "config.json") == ModelConfig.from_dict(build.CONFIG)
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+        assert ModelConfig.load(tmp_path) == ModelConfig.load(tmp_path / "config.json") == ModelConfig.from_dict(CONFIG)
 
     @pytest.mark.parametrize(
         ("content", "says"), [(None, "does not exist"), (b"{", "JSON"), (b"\xff\xfe", "JSON"), (b"[1]", "list"), (b"[" * 100_000, "JSON")]

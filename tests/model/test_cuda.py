@@ -9,13 +9,15 @@ from torch import Tensor
 from forebay.engine.llm import LLM
 from forebay.engine.types import SamplingParams
 from forebay.model.ops import formats
+from noise_model import noise_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(scope="module")
 def both() -> tuple[LLM, LLM]:
-    return LLM("demo", device="cpu", prefix_reuse=False), LLM("demo", device="cuda", prefix_reuse=False)
+    cpu, cuda = (LLM(str(noise_checkpoint()), device=device, prefix_reuse=False) for device in ("cpu", "cuda"))
+    return cpu, cuda
 
 
 @pytest.fixture(scope="module")

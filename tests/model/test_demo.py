@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import threading
+import json
+import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors.torch
 import tokenizers
 import torch
 
-from forebay.model.checkpoint import Checkpoint
+from forebay.model import demo as demo_package
+from forebay.model.checkpoint import INDEX_NAME, Checkpoint
 from forebay.model.config import ModelConfig, real_config
-from forebay.model.demo import build
+from forebay.model.demo import TOKENIZER, demo_checkpoint
+from forebay.model.demo.config import CONFIG
 from forebay.model.errors import CheckpointError, ConfigError
 from forebay.model.source import resolve
 from forebay.model.synthetic import SyntheticCheckpoint, synthetic_config
 
-DIGEST = "0d96ee77d7655e3fc2cd72b0768d46c006a392014e0fd9bf9deed55bf3c32d82"  # changes only with a new demo network
 NEEDED = (
     "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>", "<｜System｜>", "<｜User｜>", "<｜Assistant｜>",
     "<think>", "</think>", "｜DSML｜", "<｜deepseek_image｜>", "<｜latest_reminder｜>", "<｜action｜>", "<｜query｜>",
@@ -29,30 +27,70 @@ NEEDED = (
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build.demo_checkpoint(tmp_path_factory.mktemp("cache"))
+def demo() -> Path:
+    return demo_checkpoint()
 
 
-def digest(folder: Path) -> str:
-    total = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    return total.hexdigest()
-
-
-def test_bytes_are_the_same_everywhere(demo: Path) -> None:
-    assert digest(demo) == DIGEST
+@pytest.fixture
+def broken(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the demo, to be damaged, that stands in for it."""
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(demo, copy)
+    monkeypatch.setattr(demo_package, "CHECKPOINT", copy)
+    return copy
 
 
 def test_demo_is_a_whole_small_checkpoint(demo: Path) -> None:
     checkpoint = Checkpoint.open(demo)
-    assert checkpoint.config == ModelConfig.from_dict(build.CONFIG)
+    assert json.loads((demo / "config.json").read_text("utf-8")) == CONFIG
+    assert checkpoint.config == ModelConfig.from_dict(CONFIG)
     assert checkpoint.notes == ()
     assert sum(file.stat().st_size for file in demo.iterdir()) <= 24 << 20
-    plan = checkpoint.config.topology()
-    assert plan.cut == 6
-    assert {layer.role for layer in plan.layers} == {"window", "full", "reuse", "reindex"}
+    shards = set(json.loads((demo / INDEX_NAME).read_text("utf-8"))["weight_map"].values())
+    assert {file.name for file in demo.iterdir()} >= {*shards, INDEX_NAME, "config.json", "tokenizer.json", "README.md"}
+    assert {file.name for file in demo.glob("*.safetensors")} == shards
     assert int(checkpoint.token_map().max()) + 1 == checkpoint.config.engram_compressed_vocab_size
+
+
+def test_demo_is_stored_as_the_released_checkpoint_is(demo: Path) -> None:
+    """FP4 experts, FP8 projections and Engram rows, with powers of two as scales."""
+    checkpoint = Checkpoint.open(demo, scan=False)
+    assert checkpoint.specs["layers.0.ffn.experts.0.w1.weight"].dtype == "I8"
+    for name in ("layers.0.attn.wq_b", "layers.0.ffn.shared_experts.w1", "layers.1.engram.embed"):
+        assert checkpoint.specs[f"{name}.weight"].dtype == "F8_E4M3"
+        assert checkpoint.specs[f"{name}.scale"].dtype == "F8_E8M0"
+
+
+def test_demo_has_every_mechanism(demo: Path) -> None:
+    config = ModelConfig.load(demo)
+    plan = config.topology()
+    assert [layer.role for layer in plan.layers] == ["window", "window", "full", "reuse", "full", "reuse", "reindex", "reuse"]
+    assert [layer.ratio for layer in plan.layers] == [0, 0, 2, 2, 1, 1, 1, 1]
+    assert plan.cut == 4
+    assert [layer.index for layer in plan.layers if layer.makes_candidates] == [4]
+    assert [layer.index for layer in plan.layers if layer.reads_candidates] == [6]
+    assert [layer.index for layer in plan.layers if layer.engram] == [1, 4]
+    assert config.n_routed_experts >= 8 and config.n_shared_experts == 1
+    assert config.hc_mult == 4
+    assert config.max_position_embeddings >= 32768
+    # Candidates and top-k leave something out, and replay happens, in texts that people will try.
+    assert 32 <= config.sliding_window <= 128
+    assert config.index_topk < config.candidate_topk_blocks * config.candidate_block_size < 1024
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX_NAME])
+def test_demo_without_a_file_says_so(broken: Path, name: str) -> None:
+    (broken / name).unlink()
+    with pytest.raises(ConfigError, match=f"lacks {name}; install Forebay again"):
+        resolve("demo")
+
+
+def test_demo_with_damaged_weights_says_where(broken: Path) -> None:
+    first, second = sorted(broken.glob("*.safetensors"))[:2]
+    first.unlink()
+    second.write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=rf"(?s){first.name}.*{second.name}"):
+        resolve("demo").open()
 
 
 def test_tokenizer_has_what_the_encoding_needs(demo: Path) -> None:
@@ -68,85 +106,8 @@ def test_tokenizer_has_what_the_encoding_needs(demo: Path) -> None:
     assert len(tokenizer.encode(marks).ids) == 3
     for text in ("naïve  café\r\n\n 12345 你好 👩‍💻\tdef f(x):\n    return x", "e\u0301 is not é"):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-    # 1-3 digits are cut off before merging, as in the released tokenizer.
-    assert [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("1234567")] == ["123", "456", "7"]
-
-
-def test_special_tokens_are_never_preferred(demo: Path) -> None:
-    checkpoint = Checkpoint.open(demo, scan=False)
-    head = checkpoint.tensor("head.weight").float()
-    silent = list(build.special_ids(checkpoint.config))
-    assert not head[silent].any()
-    spoken = torch.ones(head.shape[0], dtype=torch.bool)
-    spoken[silent] = False
-    assert bool(head[spoken].abs().amax(1).gt(0).all())
-
-
-def test_weights_keep_activations_in_size(demo: Path) -> None:
-    """Every stored matrix maps numbers of deviation 1 to numbers of deviation about 1."""
-    checkpoint = Checkpoint.open(demo, scan=False)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    powers = torch.pow(2.0, torch.arange(256) - 127.0)
-    for name, spec in checkpoint.specs.items():
-        if spec.dtype not in ("F8_E4M3", "I8") or spec.part == "engram tables":
-            continue
-        stored = checkpoint.tensor(name)
-        scale = powers[checkpoint.tensor(name.removesuffix("weight") + "scale").int()]
-        if spec.dtype == "I8":
-            codes = torch.stack([stored & 15, stored >> 4], 2).flatten(1).int()
-            matrix = values[codes & 7] * (1 - 2 * (codes >> 3)) * scale.repeat_interleave(32, 1)
-        else:
-            matrix = stored.view(torch.float8_e4m3fn).float() * scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
-        assert 0.9 < float(matrix.std()) * matrix.shape[1] ** 0.5 < 1.1, name
-
-
-def test_cache_folder(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(build.demo_checkpoint())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] == found[1]
-    assert found[0].parent == tmp_path / "xdg" / "forebay"
-    assert [p.name for p in found[0].parent.iterdir()] == [demo.name]  # no work folders are left
-    written = (found[0] / "config.json").stat().st_mtime_ns
-    assert build.demo_checkpoint() == found[0]
-    assert (found[0] / "config.json").stat().st_mtime_ns == written
-
-    next(found[0].glob("*.safetensors")).write_bytes(b"half")
-    assert digest(build.demo_checkpoint()) == digest(demo)
-    (found[0] / "tokenizer.json").unlink()
-    assert digest(build.demo_checkpoint()) == digest(demo)
-
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written to .*file"):
-        build.demo_checkpoint(tmp_path / "file")
-
-
-def test_encoders_match_the_formats(golden: Path) -> None:
-    stored = safetensors.torch.load_file(golden / "components" / "weight_formats.safetensors")
-    grid = stored["e4m3.value_fp32"]
-    codes = stored["e4m3.byte"].view(torch.uint8)
-    finite = ~torch.isnan(grid)
-    tile = torch.zeros(8, 32)
-    tile.view(-1)[: int(finite.sum())] = grid[finite]
-    encoded, scale = build.encode_fp8(tile.numpy(), tile_rows=8)
-    assert scale.tolist() == [[127]]
-    assert torch.equal(encoded.view(-1)[: int(finite.sum())], codes[finite])
-
-    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, 6, 0, 0.3] + [0.0] * 20, dtype=np.float32)
-    packed, scale = build.encode_mxfp4(ties[None])
-    unpacked = torch.stack([packed & 15, packed >> 4], 2).view(-1)
-    assert scale.tolist() == [[127]]
-    assert unpacked[:12].tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 10, 7, 0, 1]
-    _, scale = build.encode_mxfp4(ties[None] * np.float32(1.01))
-    assert scale.tolist() == [[128]]  # 6.06 needs the next power of two
-    rows = np.linspace(-1, 1, 40 * 48, dtype=np.float32).reshape(40, 48)
-    codes40, scales40 = build.encode_fp8(rows, tile_rows=32)
-    assert codes40.shape == (40, 48)
-    assert scales40.shape == (2, 2)
+    # Unlike the released tokenizer's groups of three: with a token for each digit, a small network can learn to count.
+    assert [text for text, _ in tokenizer.pre_tokenizer.pre_tokenize_str("1234567")] == list("1234567")
 
 
 # --- synthetic -------------------------------------------------------------------------------------------------------
@@ -173,7 +134,8 @@ def test_synthetic_tensors() -> None:
     assert 0.6 < deviation * 5120**0.5 < 1.5
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert first.notes
-    assert first.tokenizer_path.exists()
+    assert first.tokenizer_path == TOKENIZER
+    assert TOKENIZER.exists()
     for name in ("layers.1.engram.embed.weight", "layers.6.attn_norm.weight"):
         with pytest.raises(CheckpointError, match=name):
             first.tensor(name)
@@ -217,7 +179,7 @@ def test_synthetic_depths_keep_two_halves(layers: int) -> None:
 
 
 def test_resolve(demo: Path, tmp_path: Path) -> None:
-    source = resolve("demo", demo.parent)
+    source = resolve("demo")
     assert (source.kind, source.name, source.path) == ("demo", "demo", demo)
     assert source.open(scan=False).config == source.config
     source = resolve("synthetic:v41-flash")
@@ -265,10 +227,3 @@ def test_a_file_or_empty_folder_is_no_model(tmp_path: Path) -> None:
         resolve(str(tmp_path / "model.safetensors"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         resolve(str(tmp_path))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_cache(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="choose another cache folder"):
-        build.demo_checkpoint(tmp_path)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from forebay.model.config import ModelConfig, real_config
-from forebay.model.demo import build
 from forebay.model.engram_map import EngramTable, class_history, compress_vocabulary, engram_rows, hash_constants, window_classes
 from forebay.model.errors import CheckpointError, RequestError
 from forebay.model.shards import Shard
+from noise_model import CONFIG
 
 RENAMED = {  # the V4.1 file is the V4 file with these (spec/chat-encoding.md §2)
     "<｜place▁holder▁no▁799｜>": "<｜System｜>",
@@ -259,9 +259,9 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
     path.unlink()
 
 
-def test_demo_constants_are_frozen() -> None:
-    """numpy may change its integer stream one day; a demo network that then reads other rows must be noticed."""
-    constants = hash_constants(ModelConfig.from_dict(build.CONFIG))
+def test_constants_are_frozen() -> None:
+    """numpy may change its integer stream one day; that a trained network then reads other rows must be noticed."""
+    constants = hash_constants(ModelConfig.from_dict(CONFIG))
     assert constants.multipliers.tolist() == [
         [2516946523505015, 158963540549759, 1181079167871715, 2430080624271469],
         [2701799663692303, 165463999718213, 2419114386652329, 622563897984975],

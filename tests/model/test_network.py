@@ -103,7 +103,7 @@ def test_seven_others_in_the_batch_change_nothing(net: Net) -> None:
 
 
 @pytest.mark.case("B015")
-@pytest.mark.parametrize(("name", "length"), [("tiny_net", 64), ("demo_net", 24)])
+@pytest.mark.parametrize(("name", "length"), [("tiny_net", 64), ("noise_net", 24)])
 def test_prefill_then_decode_for_every_split(request: pytest.FixtureRequest, name: str, length: int) -> None:
     """All tokens as prefill(k) and single steps, for every k, 1 among them: the logits and all stored bytes of one prefill."""
     net: Net = request.getfixturevalue(name)
@@ -175,7 +175,7 @@ def test_attention_tiles_change_nothing(net: Net, monkeypatch: pytest.MonkeyPatc
     tokens = net.tokens(60, seed=8)
     logits, stored = whole(net, tokens)
     slots = net.llm.config.sliding_window + net.llm.config.index_topk
-    monkeypatch.setattr("forebay.model.attention.ATTEND_BYTES", 4 * slots * net.llm.config.head_dim * 7)
+    monkeypatch.setattr("forebay.model.memory.ATTEND_BYTES", 4 * slots * net.llm.config.head_dim * 7)
     found, bytes_ = whole(net, tokens)
     assert difference(found, logits) is None
     assert_same(bytes_, stored)

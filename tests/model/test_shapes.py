@@ -18,13 +18,13 @@ from forebay.engine.llm import LLM
 from forebay.engine.options import EngineOptions
 from forebay.model.checkpoint import RowReader, Weights
 from forebay.model.config import ModelConfig
-from forebay.model.demo.build import TOKENIZER
 from forebay.model.engram_map import EngramTable
 from forebay.model.names import TensorSpec, expected_tensors
 from forebay.model.ops import formats
 from forebay.model.ops.elementwise import silu
 from forebay.model.ops.linear import quantised_linear
 from forwards import Hand, assert_same, difference, step
+from noise_model import TOKENIZER
 from reference import Net, Reference, ReferenceWeights, Tensors
 
 BASE = ModelConfig(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tokenizers
 from forebay.model.chat import ChatCodec
 from forebay.model.errors import CheckpointError
 from forebay.model.tokenizer import CHAT_TOKENS, Tokenizer
+from noise_model import TOKENIZER
 from turns import byte_ids
 
 TEXTS = [
@@ -23,8 +25,10 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def folder(repository: Path) -> Path:
-    return repository / "model" / "demo"
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -68,13 +68,13 @@ def test_a_bounded_prompt_leaves_whole_decoder_rows_or_none(tiny_net: Net, ancho
 
 
 @pytest.mark.parametrize("mode", ["bounded", "exact"])
-def test_a_window_longer_than_its_chunks(demo_net: Net, mode: Mode) -> None:
-    tokens, cut = demo_net.tokens(100, seed=52), cut_of(demo_net)
+def test_a_window_longer_than_its_chunks(noise_net: Net, mode: Mode) -> None:
+    tokens, cut = noise_net.tokens(100, seed=52), cut_of(noise_net)
     anchor = 0 if mode == "exact" else 68
-    found = captured(demo_net, tokens, (0, 7, 30, 33, 61, 75, 100), [32, 64, 96], anchor)
+    found = captured(noise_net, tokens, (0, 7, 30, 33, 61, 75, 100), [32, 64, 96], anchor)
     for b in (32, 64, 96):
         part = slice(None) if anchor <= b - 32 else slice(cut)
-        assert difference(found[b][part], stop_at(demo_net, tokens, b, anchor)[part]) is None
+        assert difference(found[b][part], stop_at(noise_net, tokens, b, anchor)[part]) is None
 
 
 def test_copies_of_several_sequences_in_one_step(tiny_net: Net) -> None:
@@ -225,8 +225,8 @@ def test_a_shorter_replay_is_an_approximation(tiny_net: Net) -> None:
 
 
 @pytest.mark.parametrize("length", [225, 260])
-def test_the_demo_network_resumes_as_cold(demo_net: Net, length: int) -> None:
-    with Cold(demo_net, length, seed=95) as cold:
+def test_the_noise_network_resumes_as_cold(noise_net: Net, length: int) -> None:
+    with Cold(noise_net, length, seed=95) as cold:
         for boundary in (192, 224):
             plan = cold.plan(224, KnownWindow(boundary, "swa"), replay="exact")
             if plan.boundary is not None:
@@ -270,7 +270,7 @@ def check_against_reference(net: Net, cold: Cold, plan: ResumePlan, window: Tens
                 assert difference(stored[name], ref.entries(layer)[: length // ratio]) is None, (plan, cuts, layer)
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny_net", 41), ("tiny_net", 47), ("demo_net", 100)])
+@pytest.mark.parametrize(("name", "length"), [("tiny_net", 41), ("tiny_net", 47), ("noise_net", 100)])
 def test_rows_that_run_again_on_what_the_window_reaches(request: pytest.FixtureRequest, name: str, length: int) -> None:
     """The window at the last boundary, less than a window before the prompt's end, and no decoder rows with it."""
     net: Net = request.getfixturevalue(name)
@@ -285,7 +285,7 @@ def test_rows_that_run_again_on_what_the_window_reaches(request: pytest.FixtureR
         check_against_reference(net, cold, plan, cold.kept[boundary], rows, ref.memory)
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny_net", 41), ("tiny_net", 47), ("demo_net", 100)])
+@pytest.mark.parametrize(("name", "length"), [("tiny_net", 41), ("tiny_net", 47), ("noise_net", 100)])
 @pytest.mark.parametrize("floor", ["bounded", "exact"])
 def test_decoder_rows_stand_in(request: pytest.FixtureRequest, name: str, length: int, floor: Mode) -> None:
     """The window was kept where a shorter prompt ended, so its decoder rows are there: of a bounded prefill, or of an exact one."""

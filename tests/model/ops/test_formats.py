@@ -197,3 +197,27 @@ def test_what_is_not_finite_stays_so_in_any_batch(bad: float) -> None:
         assert formats.fp8_round(rows)[0, 32:].isfinite().all()
         assert not formats.fp8_decode(*formats.fp8_encode(rows))[0, 3].isfinite()
         assert not formats.index_round(rows)[0, 3].isfinite()
+
+
+def test_what_rounds_to_448_needs_no_clamp() -> None:
+    """The scale is rounded, so a value may exceed 448 times it by an ulp; it is the largest there is all the same."""
+    top = torch.tensor(448.0)
+    above = torch.nextafter(top, torch.tensor(torch.inf))
+    for power in range(-20, 100):
+        for value in (top, above, -above):
+            x = torch.zeros(1, 32)
+            x[0, 7] = value * 2.0**power
+            codes, scales = formats.fp8_encode(x)
+            assert formats.fp8_round(x)[0, 7].isfinite()
+            assert torch.equal(formats.fp8_decode(codes, scales), formats.fp8_round(x))
+            assert float((formats.fp8_round(x)[0, 7] - x[0, 7]).abs()) <= float(x[0, 7].abs()) / 16
+
+
+def test_fp8_of_no_rows_and_of_a_part_of_wider_rows() -> None:
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(8))
+    assert formats.fp8_round(x[:0]).shape == (0, 96)
+    assert [tuple(t.shape) for t in formats.fp8_encode(x[:0])] == [(0, 96), (0, 3)]
+    part = x[:, 32:]
+    assert torch.equal(formats.fp8_round(part), formats.fp8_round(x)[:, 32:])
+    codes, scales = formats.fp8_encode(x)
+    assert torch.equal(formats.fp8_decode(codes[:, 32:], scales[:, 1:]), formats.fp8_round(part))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from forebay.model.ops.hyper_connections import _sinkhorn, coefficients, collapse, mix, spread_scale
+from forebay.model.ops.hyper_connections import _sinkhorn, _sinkhorn_numpy, coefficients, collapse, mix, spread_scale
 from forebay.model.ops.linear import PlainWeight, TileCache, fp32_linear
 from forwards import difference, ulps
 
@@ -72,6 +73,22 @@ def test_host_and_device_code_agree(streams: int) -> None:
         plain = plain / (plain.sum(-1, keepdim=True) + EPS)
         plain = plain / (plain.sum(-2, keepdim=True) + EPS)
     torch.testing.assert_close(_sinkhorn(x, 20, EPS), plain, rtol=1e-5, atol=1e-7)
+    host = torch.from_numpy(_sinkhorn_numpy(x.numpy().transpose(1, 2, 0).copy(), 20, EPS).transpose(2, 0, 1).copy())
+    torch.testing.assert_close(host, plain, rtol=1e-5, atol=1e-7)
+    for i in range(50):
+        assert torch.equal(torch.from_numpy(_sinkhorn_numpy(x[i].numpy(), 20, EPS)), host[i])
+
+
+def test_eps_as_one_more_summand_is_the_same_sum() -> None:
+    x = torch.rand(300, 4, 4, generator=torch.Generator().manual_seed(6)).numpy()
+    eps = np.float32(EPS)
+    for c in x:
+        plain = c / np.add.reduce(c, axis=1, keepdims=True) + eps
+        plain = plain / (np.add.reduce(plain, axis=0, keepdims=True) + eps)
+        for _ in range(7):
+            plain = plain / (np.add.reduce(plain, axis=1, keepdims=True) + eps)
+            plain = plain / (np.add.reduce(plain, axis=0, keepdims=True) + eps)
+        assert np.array_equal(_sinkhorn_numpy(c, 8, EPS), plain)
 
 
 def test_a_row_does_not_depend_on_the_batch(components: Components) -> None:

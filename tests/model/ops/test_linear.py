@@ -18,6 +18,7 @@ from forebay.model.ops.linear import (
     Weight,
     bf16_linear,
     fp32_linear,
+    least_tile,
     matmul,
     quantised_linear,
 )  # fmt: skip
@@ -188,3 +189,32 @@ class TestTileCache:
             for part in parts:
                 assert difference(matmul(x, part), matmul(x, PlainWeight(part.weight, cache()))) is None
         assert tiles.used <= budget
+
+
+class TestLeastTile:
+    @pytest.mark.parametrize(("out", "width"), [(256, 256), (1024, 128), (24, 1024), (12, 256), (40, 384), (1280, 384)])
+    def test_few_rows_have_the_bits_of_a_full_tile(self, out: int, width: int, threads: int) -> None:
+        x, w = inputs(16, width), torch.randn(width, out, generator=torch.Generator().manual_seed(out))
+        full = torch.mm(x, w)
+        for rows in range(1, 17):
+            tile = least_tile(rows, 16, width, out, threads)
+            assert tile in (4, 8, 16)
+            assert tile >= rows
+            for first in range(17 - rows):
+                padded = torch.nn.functional.pad(x[first : first + rows], (0, 0, 0, tile - rows))
+                assert difference(torch.mm(padded, w)[:rows], full[first : first + rows]) is None, (rows, tile)
+
+    def test_a_tile_that_sums_in_another_order_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As where BLAS has a kernel of its own for few rows."""
+        product = torch.mm
+
+        def other(x: Tensor, w: Tensor) -> Tensor:
+            return product(x.flip(1), w.flip(0)) if x.shape[0] == 4 else product(x, w)
+
+        monkeypatch.setattr(torch, "mm", other)
+        assert least_tile.__wrapped__(3, 16, 257, 65, 1) == least_tile.__wrapped__(5, 16, 257, 65, 1) != 4
+
+    def test_only_tiles_that_hold_the_rows_and_divide_a_full_one(self) -> None:
+        assert least_tile(3, 3, 64, 64, 1) == 3
+        assert least_tile(5, 6, 64, 64, 1) == 6
+        assert least_tile(9, 16, 64, 64, 1) == 16

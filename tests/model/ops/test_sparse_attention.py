@@ -100,3 +100,21 @@ def test_row_products_do_not_depend_on_the_batch(i: int, k: int, j: int) -> None
     for n in (1, 2, 3, 8, 39):
         assert difference(row_products(a[1 : 1 + n], b[1 : 1 + n]), whole[1 : 1 + n]) is None
         assert difference(row_products(a[1 : 1 + n], turned[1 : 1 + n]), row_products(a, turned)[1 : 1 + n]) is None
+
+
+@pytest.mark.parametrize("slots", [64, 65, 128, 200])
+def test_the_first_block_is_no_exception(slots: int) -> None:
+    """As if a block without keys came before it: the formula with a running maximum from the beginning, bit for bit."""
+    q, kv, valid, sink = random_case(9, slots, 4, 64, seed=slots)
+    running, denominator, out = torch.full((9, 4), -1e30), torch.zeros(9, 4), torch.zeros(9, 4, 64)
+    for start in range(0, slots, 64):
+        block, seen = kv[:, start : start + 64], valid[:, None, start : start + 64]
+        score = (row_products(q.float(), block.transpose(1, 2)) * SCALE).masked_fill(~seen, -torch.inf)
+        top = torch.maximum(running, score.amax(-1))
+        p, decay = (score - top.unsqueeze(-1)).exp(), (running - top).exp()
+        denominator = denominator * decay + p.sum(-1)
+        out = out * decay.unsqueeze(-1) + row_products(p.to(torch.bfloat16).float(), block)
+        running = top
+    wanted = (out / (denominator + (sink - running).exp()).unsqueeze(-1)).to(torch.bfloat16)
+    assert torch.equal(sparse_attention(q, kv, valid, sink, SCALE), wanted)
+    assert torch.equal(sparse_attention(q[4:5], kv[4:5], valid[4:5], sink, SCALE), wanted[4:5])

@@ -1,8 +1,4 @@
-"""Builds the demo checkpoint: a random network of the released architecture, 12 layers wide enough to be exercised.
-
-Its text is noise; its shapes, formats, names and tokenizer are those of the official layout, so everything that serves
-it serves the released checkpoint. The tokenizer's text source is named in `train_tokenizer.py` (Python documentation,
-PSF License Version 2).
+"""Random weights in the stored formats: the encoders from fp32 to FP8 and MXFP4, and tensors for a network that says noise.
 
 Every byte is the same on every machine: numbers come from the raw PCG64 stream (numpy promises that one, not its
 distributions) and pass only through integer arithmetic, IEEE additions, multiplications and divisions, and powers of two.
@@ -10,101 +6,17 @@ distributions) and pass only through integer arithmetic, IEEE additions, multipl
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forebay.model.checkpoint import Checkpoint, write_checkpoint
 from forebay.model.config import QUANT_GROUP, ModelConfig
-from forebay.model.errors import CheckpointError, ConfigError
 from forebay.model.names import expected_tensors
-
-TOKENIZER = Path(__file__).with_name("tokenizer.json")
-SEED = 41
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV41ForCausalLM"],
-    "model_type": "deepseek_v41",
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "image_token_id": 4087,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [32, 32],
-        "scale_fmt": "ue8m0",
-        "expert_dtype": "fp4",
-    },
-    "text_config": {
-        "model_type": "deepseek_v41_text",
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "qk_rope_head_dim": 16,
-        "q_lora_rank": 128,
-        "o_lora_rank": 64,
-        "o_groups": 4,
-        "hidden_act": "silu",
-        "swiglu_limit": 10.0,
-        "rms_norm_eps": 1e-20,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "rope_theta": 10000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 16,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "original_max_position_embeddings": 65536,
-        },
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "sliding_window": 32,
-        "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1],
-        "compress_rope_theta": 160000,
-        "kv_source_layer_ids": [2, 4, 6],
-        "index_source_layer_ids": [2, 4, 6, 8, 10],
-        "index_n_heads": 4,
-        "index_head_dim": 32,
-        "index_topk": 64,
-        "candidate_source_layer_id": 6,
-        "candidate_topk_blocks": 64,
-        "candidate_block_size": 8,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-06,
-        "engram_layer_ids": [1, 4],
-        "engram_num_embeddings": [24562, 25586],
-        "engram_max_ngram_size": 4,
-        "engram_vocab_size": 2000,
-        "engram_n_heads": 4,
-        "engram_head_dim": 32,
-        "engram_pad_token_id": 2,
-        "engram_compressed_vocab_size": 3017,
-        "num_nextn_predict_layers": 0,
-    },
-}
 
 # Deviation and mean of the plain tensors by the end of their name; all others get deviation 1/sqrt(columns).
 _PLAIN: tuple[tuple[str, float, float], ...] = (
@@ -119,47 +31,6 @@ _PLAIN: tuple[tuple[str, float, float], ...] = (
     ("k_weight", 0.1, 1.0),
 )
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-
-
-def demo_checkpoint(cache_dir: Path | None = None) -> Path:
-    """Folder of the demo checkpoint; built in a few seconds if it is not there or not whole.
-
-    Args:
-        cache_dir: parent folder; by default `forebay` in $XDG_CACHE_HOME or ~/.cache.
-
-    Raises:
-        ConfigError: the cache folder cannot be written.
-    """
-    parent = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
-    folder = parent / f"demo-{_version()}"
-    if _whole(folder):
-        return folder
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=parent))
-        try:
-            build(work)
-            work.chmod(0o755)
-            if folder.exists() and not _whole(folder):
-                shutil.rmtree(folder)
-            try:
-                work.rename(folder)
-            except OSError:
-                if not _whole(folder):  # otherwise another process was first, with the same bytes
-                    raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"the demo checkpoint cannot be written to {parent}: {why}; choose another cache folder") from None
-    return folder
-
-
-def build(folder: Path) -> None:
-    """Write the demo checkpoint into an existing folder."""
-    config = ModelConfig.from_dict(CONFIG)
-    write_checkpoint(folder, CONFIG, random_tensors(config, SEED, silent_ids=special_ids(config)))
-    shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
 
 
 def random_tensors(config: ModelConfig, seed: int, *, silent_ids: tuple[int, ...] = ()) -> dict[str, Tensor]:
@@ -246,22 +117,7 @@ def _values(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]
     return numbers.reshape(shape)
 
 
-def special_ids(config: ModelConfig) -> tuple[int, ...]:
-    """Ids of the tokenizer's added tokens that the network can produce."""
-    added = json.loads(TOKENIZER.read_text("utf-8"))["added_tokens"]
+def special_ids(tokenizer: Path, config: ModelConfig) -> tuple[int, ...]:
+    """Ids of the added tokens of a `tokenizer.json` that the network can produce."""
+    added = json.loads(tokenizer.read_text("utf-8"))["added_tokens"]
     return tuple(token["id"] for token in added if token["id"] < config.vocab_size)
-
-
-def _version() -> str:
-    """Changes with this recipe and the tokenizer, so that no cache folder is ever out of date."""
-    return hashlib.sha256(Path(__file__).read_bytes() + TOKENIZER.read_bytes()).hexdigest()[:12]
-
-
-def _whole(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    try:
-        Checkpoint.open(folder, scan=False)
-        return (folder / "tokenizer.json").read_bytes() == TOKENIZER.read_bytes()
-    except (CheckpointError, ConfigError, OSError):
-        return False

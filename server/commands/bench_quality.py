@@ -1,0 +1,206 @@
+"""What a model gets right, and what the server's approximations take from that, as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from forebay import __version__
+from forebay.engine import quality, quality_plot
+from forebay.engine.llm import LLM
+from forebay.engine.quality_items import demo_exercises
+from forebay.model.errors import ConfigError
+from forebay.server.cli import read_settings
+from forebay.server.config import Config
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "deepseek-recipe")
+SAMPLES, QUICK_SAMPLES = 100, 16
+KV_TOKENS = 131_072
+FILE_WIDTH = 120
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[str, Any], bool]:
+    """Run the bench. Returns the figures; the flag is always true: a model that is not good is no failure of the bench."""
+    config, _ = read_settings(args)
+    parts = [part.strip() for part in args.only.split(",")] if args.only else list(quality.PARTS)
+    if args.plot is not None:
+        quality_plot.need_matplotlib()
+    # Before the work of half an hour, not after it.
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):
+        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+            raise ConfigError(f"{flag}: {file} cannot be written: no such folder, or no right to")
+    plan = quality.Plan.quick(args.samples or QUICK_SAMPLES) if args.quick else quality.Plan.full(args.samples or SAMPLES)
+    torch.set_num_threads(config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    began = time.monotonic()
+    with _open(config) as llm:
+        instrument = quality.Instrument(llm, demo_exercises(), plan, args.seed)
+        with _Progress(err) as progress:
+            results = instrument.measure(parts, progress.report)
+        fingerprint = llm.engine.manager.fingerprint
+    seconds = time.monotonic() - began
+    threads = torch.get_num_threads()
+    found = {
+        "measured": f"quality of {config.model.path} on {config.engine.device}, {threads} thread{'s' if threads > 1 else ''}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), "threads": threads, "system": platform.platform()},
+        "versions": {"forebay": __version__, "python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
+        "model": {"path": config.model.path, "fingerprint": fingerprint},
+        "seed": args.seed,
+        "samples": plan.samples,
+        "samples_few": plan.few,
+        "quick": args.quick,
+        "parts": parts,
+        "wall_seconds": round(seconds, 1),
+        **quality.figures(results),
+    }
+    _show(results, out)
+    out.print(f"{found['measured']}, {seconds / 60:.1f} minutes", style="dim", markup=False, soft_wrap=True)
+    return found, True
+
+
+def draw(figures: dict[str, Any], file: Path, err: Console) -> None:
+    """Write the picture; after the JSON, so that this cannot be lost by it."""
+    quality_plot.draw(figures, file)
+    err.print(f"{file} is written", style="dim", markup=False, soft_wrap=True)
+
+
+def _open(config: Config) -> LLM:
+    engine = config.engine
+    return LLM(
+        config.model.path,
+        device=engine.device,
+        chat=True,
+        kv_tokens=config.cache.kv_tokens or KV_TOKENS,
+        encoder_tokens=engine.encoder_tokens,
+        decoder_tokens=engine.decoder_tokens,
+        weight_cache_bytes=engine.weight_cache_bytes,
+        batch_invariant=engine.batch_invariant,
+        max_queue_wait_s=0.0,
+    )
+
+
+class _Progress:
+    """A bar with the time left on a terminal, a line per piece of work elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._began = console, time.monotonic()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.percentage:>3.0f}%"), BarColumn(bar_width=30), TextColumn("{task.fields[left]}"),
+                TextColumn("[dim]{task.description}"), console=console, transient=True,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=None, left="")
+
+    def __enter__(self) -> _Progress:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def report(self, label: str, done: float, total: float) -> None:
+        """`label` begins; `done` of `total` estimated seconds of work are done."""
+        passed = time.monotonic() - self._began
+        # The first estimate is a guess of this machine's speed, later ones go by what was seen.
+        left = (total - done) * (passed / done if done > 0.02 * total else 1.0)
+        shown = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total, description=label, left=shown)
+        else:
+            self._console.print(f"{done / total if total else 1:4.0%}, {shown}: {label}", style="dim", markup=False, soft_wrap=True)
+
+
+def _show(results: quality.Results, out: Console) -> None:
+    if results.text:
+        title = "Held-out prose"
+        if results.plain:
+            plain = results.plain
+            title += f": perplexity {plain['perplexity']:.2f}, {plain['bits_per_byte']:.3f} bits per byte (exact, whole text)"
+        table = _table(title, "mode", "perplexity after the prompt", "KL from exact, nats", "same top token", "n")
+        for row in results.text:
+            if row.get("too_short"):
+                table.add_row(row["mode"], "n/a", "", "", "")
+                continue
+            agreement = f"{row['top1']:.1%} ({row['top1_low']:.1%}–{row['top1_high']:.1%})"
+            table.add_row(row["mode"], f"{row['perplexity']:.3f}", f"{row['kl']:.4f} ± {row['kl_se']:.4f}", agreement, str(row["tokens"]))
+        _print(table, out)
+    depths = [f"at {(d + 0.5) / quality.DEPTHS:.0%}" for d in range(quality.DEPTHS)]
+    for part in ("recall", "drift", "modes"):
+        if scores := list(results.of(part)):
+            table = _table(quality.PARTS[part].capitalize(), "mode", "tokens", "replays", "right", "95 %", "n", *depths)
+            for score in scores:
+                by_depth = [next(results.of(part, mode=score.mode, length=score.length, depth=d), None) for d in range(quality.DEPTHS)]
+                shown = [f"{s.share:.0%}" if s is not None and s.share is not None else "" for s in by_depth]
+                table.add_row(score.mode, f"{score.length:,}", _lineage(score), *_shares(score), *shown)
+            _print(table, out)
+    if scores := list(results.of("tasks")):
+        modes = list(dict.fromkeys(score.mode for score in scores))
+        table = _table(quality.PARTS["tasks"].capitalize(), "task", "n", *modes)
+        for what in dict.fromkeys(score.what for score in scores):
+            found = {score.mode: score for score in results.of("tasks", what=what)}
+            cells = [" ".join(_shares(found[mode])[:2]) if mode in found else "" for mode in modes]
+            table.add_row(what, "/".join(dict.fromkeys(str(score.n) for score in found.values())), *cells)
+        _print(table, out)
+    if scores := list(results.of("effort")):
+        table = _table(quality.PARTS["effort"].capitalize(), "effort", "right", "95 %", "n", "tokens of an answer", "cut off")
+        for score in scores:
+            table.add_row(str(score.effort), *_shares(score), f"{score.tokens / max(1, score.n):.1f}", str(score.unfinished))
+        _print(table, out)
+    if found_bars := quality.bars(results):
+        table = _table("Asked of the demo", "what", "measured", "asked for")
+        for bar in found_bars:
+            table.add_row(bar.what, f"{bar.value:.3f}", bar.asked, style="green" if bar.reached else "red")
+        _print(table, out)
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=len(name) < 8)
+    return table
+
+
+def _print(table: Table, out: Console) -> None:
+    """In a file there is room for whole words."""
+    out.print(table, width=None if out.is_terminal else FILE_WIDTH)
+
+
+def _shares(score: quality.Score) -> tuple[str, str, str]:
+    """Share, interval and trials; what was too short for the mode is no trial."""
+    if score.share is None:
+        return "n/a", "", "0"
+    low, high = quality.wilson(score.right, score.n)
+    return f"{score.share:.1%}", f"{low * 100:.0f}–{high * 100:.0f}", str(score.n)
+
+
+def _lineage(score: quality.Score) -> str:
+    if score.lineage is None:
+        return ""
+    low, high = score.lineage
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _processor() -> str:
+    if CPUINFO.is_file():
+        for line in CPUINFO.read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

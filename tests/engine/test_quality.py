@@ -1,0 +1,469 @@
+"""The quality bench: what it counts, what its modes do, and that an answer rests on the replays that its mode names."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines import TINY, fresh, greedy, prompt, same, tiny
+from forebay.engine import quality, quality_items, quality_modes, quality_plot
+from forebay.engine.llm import LLM
+from forebay.engine.quality import Instrument, Plan, Score, wilson
+from forebay.engine.quality_ask import Asker, QualityError, boundaries
+from forebay.engine.quality_items import Exercises, apart, demo_exercises, recall_groups
+from forebay.engine.quality_modes import BOUNDED, DENSE, EXACT, REPLAYED, SHUFFLED, WIDE, WINDOW_ONLY, Mode, running, wide_memory
+from forebay.engine.quality_text import Excerpt, compare, distributions, excerpts
+from forebay.engine.types import EngineError, Output, Request
+from forebay.model.demo.tasks import TASKS, Conversation, Options, check
+from forebay.model.demo.tasks.render import Renderer
+from forebay.model.errors import ConfigError
+from forebay.model.memory import CacheMemory
+from noise_model import write_random
+
+ROUNDED = Mode("rounded", "wide, but rounded first", memory=lambda served, config: wide_memory(served, config, rounds=True))
+
+
+@pytest.fixture
+def llm() -> LLM:
+    model = fresh(tiny(chat=True, kv_tokens=16_384))
+    assert model.engine.codec is not None
+    return model
+
+
+@pytest.fixture
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a random network says is of no interest."""
+    monkeypatch.setattr("forebay.engine.quality_ask.ANSWER_TOKENS", (4, 6))
+
+
+@contextmanager
+def saying(llm: LLM, answers: dict[tuple[int, ...], list[int]]) -> Iterator[None]:
+    """Instead of the network somebody answers who knows what to say to these prompts."""
+    runner = llm.engine.runner
+
+    def run(rows: Any, record: Any = None) -> Any:
+        wanted = [row.sequence for row in rows if row.wants_logits]
+        logits = torch.zeros((len(wanted), llm.config.vocab_size))
+        for place, sequence in enumerate(wanted):
+            answer = answers.get(tuple(sequence.request.prompt_ids), [0])
+            logits[place, answer[min(sequence.generated, len(answer) - 1)]] = 9.0
+        return logits, [None] * len(rows)
+
+    runner.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.run  # type: ignore[method-assign]
+
+
+# Counting
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [(0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (95, 100, 0.88825, 0.97846), (1, 2, 0.09453, 0.90547)],
+)
+def test_intervals_are_wilsons(right: int, count: int, low: float, high: float) -> None:
+    assert wilson(right, count) == pytest.approx((low, high), abs=1e-5)
+
+
+@given(st.integers(1, 400), st.data())
+def test_share_lies_in_its_interval(count: int, data: st.DataObject) -> None:
+    right = data.draw(st.integers(0, count))
+    low, high = wilson(right, count)
+    assert 0 <= low <= right / count <= high <= 1
+
+
+@given(st.integers(0, 300), st.integers(1, 70), st.integers(2, 3))
+def test_boundaries_grow_to_the_end(blocks: int, count: int, least: int) -> None:
+    places = boundaries(blocks, count, least)
+    if blocks < least + count - 1:
+        assert places is None
+    else:
+        assert places is not None and len(places) == count and places[0] >= least and places[-1] == blocks
+        assert all(a < b for a, b in pairwise(places))
+
+
+# What is asked
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_question_of_a_text_is_asked_apart(seed: int) -> None:
+    conversation = TASKS["recall"](random.Random(seed), Options(length=600, effort=75, held_out=True, questions=4))
+    group = apart(conversation, 4)
+    assert len(group) == 4
+    assert len({c.meta["expect"] for c in group}) == 4
+    texts = [c.body["messages"][-1]["content"].rpartition("\n\n") for c in group]
+    assert len({text[0] for text in texts}) == 1
+    for c, text in zip(group, texts, strict=True):
+        assert c.meta["what"] in text[2]
+        assert check(c, c.answer)
+        assert c.meta["expect"] not in c.meta["others"]
+        assert not any(check(c, other.answer) for other in group if other is not c)
+    assert group[-1].meta["depth"] == pytest.approx(conversation.meta["depth"], abs=0.15)
+    assert [c.body["messages"][:-1] for c in group] == [group[0].body["messages"][:-1]] * 4
+
+
+def test_texts_have_their_length_and_stay_the_same(llm: LLM) -> None:
+    codec = llm.engine.codec
+    assert codec is not None
+    groups = recall_groups(demo_exercises(), codec, 900, 10, seed=3)
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert groups == recall_groups(demo_exercises(), codec, 900, 10, seed=3)
+    assert groups != recall_groups(demo_exercises(), codec, 900, 10, seed=4)
+
+
+def test_efforts_are_asked_the_same_sums() -> None:
+    low, high = (quality_items.single(demo_exercises(), "arithmetic", 5, 1, effort=effort) for effort in (10, 100))
+    assert [c.meta["expect"] for c in low] == [c.meta["expect"] for c in high]
+    assert {c.body["reasoning_effort"] for c in low} == {10}
+
+
+# Modes
+
+
+def outputs(llm: LLM, mode: Mode, prompts: list[list[int]]) -> list[Output]:
+    """Greedy answers with log-probabilities, the last two prompts resuming on the first."""
+    with running(llm, mode):
+        found = llm.generate(prompts[:1], greedy(8, logprobs=5))
+        return found + llm.generate(prompts[1:], greedy(8, logprobs=5))
+
+
+def family(length: int) -> list[list[int]]:
+    first = prompt(length)
+    return [first, first[:-5] + prompt(9, 1), first + prompt(3, 2)]
+
+
+def test_wide_memory_that_rounds_is_the_served_one(llm: LLM) -> None:
+    plain = outputs(llm, BOUNDED, family(150))
+    assert [o.tiers.window for o in plain] == ["none", "replay", "replay"]
+    for left, right in zip(plain, outputs(llm, ROUNDED, family(150)), strict=True):
+        same(left, right)
+    wide = outputs(llm, WIDE, family(150))
+    assert all(left.logprobs != right.logprobs for left, right in zip(plain, wide, strict=True))
+
+
+def test_dense_is_an_index_topk_that_nothing_exceeds(llm: LLM, tmp_path: Path) -> None:
+    more = {"index_topk": 512, "candidate_topk_blocks": 512}
+    write_random(tmp_path, {**TINY, "text_config": {**TINY["text_config"], **more}}, seed=7)
+    other = LLM(str(tmp_path), max_sequences=8, decoder_tokens=64, kv_tokens=4096)
+    plain, dense = outputs(llm, BOUNDED, family(100)), outputs(llm, DENSE, family(100))
+    for served, left, right in zip(plain, dense, outputs(other, BOUNDED, family(100)), strict=True):
+        assert left.token_ids == right.token_ids
+        assert left.logprobs and right.logprobs and served.logprobs
+        assert [p.logprob for p in left.logprobs] == pytest.approx([p.logprob for p in right.logprobs], abs=1e-3)
+        assert left.logprobs != served.logprobs
+
+
+def test_window_only_sees_no_further_than_its_windows(llm: LLM) -> None:
+    """Four layers of windows of 8 tokens and n-grams of 4 reach back 31 tokens."""
+    ids = prompt(120)
+    changed = prompt(60, 5) + ids[60:]
+    for mode, differs in ((WINDOW_ONLY, False), (BOUNDED, True)):
+        with running(llm, mode):
+            left, right = llm.generate([ids, changed], greedy(4, logprobs=5))
+        assert (left.logprobs != right.logprobs) == differs
+
+
+def test_shuffled_draws_from_what_is_visible_whatever_the_batch() -> None:
+    positions = torch.arange(0, 400)
+    indexer = cast(Any, SimpleNamespace(topk=8, ratio=2, layer=3))
+    state = cast(Any, SimpleNamespace(rows=SimpleNamespace(positions=positions, rows=400)))
+    memory = cast(Any, quality_modes.ShuffledMemory)
+    chosen = memory.choose(None, indexer, positions, None, None, state)
+    visible = (positions + 1) // 2
+    for row, seen in zip(chosen.tolist(), visible.tolist(), strict=True):
+        entries = [e for e in row if e >= 0]
+        assert len(entries) == min(8, seen)
+        assert entries == sorted(set(entries)) and all(e < seen for e in entries)
+    some = positions[300:317]
+    state.rows = SimpleNamespace(positions=some, rows=17)
+    assert torch.equal(memory.choose(None, indexer, some, None, None, state), chosen[300:317])
+    spread = chosen[200:].double() / visible[200:].unsqueeze(1)
+    assert 0.45 < float(spread.mean()) < 0.55
+    indexer.layer = 5
+    assert not torch.equal(memory.choose(None, indexer, some, None, None, state), chosen[300:317])
+
+
+def test_shuffled_changes_answers_only_where_there_is_a_choice(llm: LLM) -> None:
+    for length, differs in ((7, False), (120, True)):
+        left, right = (outputs(llm, mode, [prompt(length), prompt(length)])[0] for mode in (BOUNDED, SHUFFLED))
+        assert (left.logprobs[0] != right.logprobs[0] if left.logprobs and right.logprobs else None) == differs
+
+
+def test_mode_ends_with_its_block(llm: LLM) -> None:
+    served = llm.engine.runner.memory
+    with running(llm, WIDE):
+        llm.generate([prompt(40)], greedy(1))
+        assert type(llm.engine.runner.memory) is quality_modes.WideMemory
+    assert llm.engine.runner.memory is served and type(served) is CacheMemory
+    assert llm.generate([prompt(40)], greedy(1))[0].tiers.cached == 0
+    waiting = llm.engine.submit(Request(prompt(5), greedy(1)))
+    with pytest.raises(EngineError, match="idle"), running(llm, BOUNDED):
+        pass
+    llm.engine.abort(waiting.id)
+    llm.engine.settle()
+
+
+# Asking
+
+
+def conversations(length: int, count: int) -> list[Conversation]:
+    text = " ".join(f"item {i}" for i in range(length))
+    return [
+        Conversation("chat", {"messages": [{"role": "user", "content": f"{text}\n\nQuestion {n}?"}], "reasoning_effort": "none"},
+                     {"role": "assistant", "content": "I see."}, {"expect": "I see"})
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+@pytest.mark.usefixtures("short_answers")
+def test_answers_rest_on_as_many_replays_as_the_mode_names(llm: LLM, count: int) -> None:
+    mode = next(mode for mode in REPLAYED if mode.boundaries == count)
+    group = conversations(20 + 8 * count, 2)
+    with running(llm, mode):
+        found = Asker(llm, mode).ask([group, conversations(1, 1)[:1] if count > 16 else group[:1]])
+        assert found[0] is not None
+        assert [answer.lineage for answer in found[0]] == [count, count]
+        if count > 16:
+            assert found[1] is None
+        else:
+            assert found[1] is not None and found[1][0].lineage == count
+
+
+@pytest.mark.parametrize("mode", [EXACT, BOUNDED, WIDE, DENSE, WINDOW_ONLY, SHUFFLED], ids=lambda mode: mode.name)
+@pytest.mark.usefixtures("short_answers")
+def test_questions_that_share_a_text_get_the_answers_of_a_cold_prompt(llm: LLM, mode: Mode) -> None:
+    group = conversations(30, 3)
+    with running(llm, mode):
+        asker = Asker(llm, mode)
+        together, apart_ = asker.ask([group]), asker.ask([[c] for c in group])
+    assert together[0] is not None
+    for answer, alone in zip(together[0], apart_, strict=True):
+        assert alone is not None
+        assert answer == alone[0]
+        assert answer.lineage == 0
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_answer_on_other_replays_than_named_is_refused(llm: LLM) -> None:
+    mode = replace(REPLAYED[1])
+    asker = Asker(llm, mode)
+    asker.grow = lambda groups: [True] * len(groups)  # type: ignore[method-assign]
+    with running(llm, mode), pytest.raises(QualityError, match="0 bounded replays behind it instead of 4"):
+        asker.ask([conversations(30, 2)])
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_what_exceeds_the_pool_is_asked_in_waves(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = llm.run
+    monkeypatch.setattr("forebay.engine.quality_ask.POOL_SHARE", 0.02)
+    monkeypatch.setattr(llm, "run", lambda requests: sizes.append(len(requests)) or run(requests))
+    with running(llm, BOUNDED):
+        found = Asker(llm, BOUNDED).ask([[c] for c in conversations(30, 9)])
+    assert len(found) == 9 and all(answers is not None for answers in found)
+    assert sum(sizes) == 9 and len([size for size in sizes if size]) > 1
+
+
+# Measuring
+
+
+def plan(**more: Any) -> Plan:
+    return replace(
+        Plan.quick(6), lengths=(300,), compared=(300,), single=(300,), drift=300, boundaries=(1, 4), excerpts=2, prompt=60, follows=10,
+        plain=100, task_modes=(BOUNDED, REPLAYED[0]), **more,
+    )  # fmt: skip
+
+
+def known(llm: LLM, right: Callable[[int], bool]) -> tuple[Exercises, dict[tuple[int, ...], list[int]]]:
+    """The demo's exercises, and answers to them of which those that `right` chooses, by the order of drawing, are right."""
+    renderer = Renderer(llm.tokenizer)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    kept = demo_exercises()
+    wrong = {"role": "assistant", "content": "I do not know.", "reasoning_content": "Hm."}
+
+    def note(number: int, c: Conversation) -> None:
+        chosen = c if right(number) else replace(c, answer=wrong)
+        ids, (start, _) = renderer.render(chosen)
+        answers[tuple(ids[:start])] = ids[start:]
+
+    def draw(task: str, rng: random.Random, options: Options) -> Conversation:
+        c = kept.draw(task, rng, options)
+        if task == "recall":
+            for number, single in enumerate(apart(c, options.questions)):
+                note(number, single)
+        else:
+            counts[task, options.effort] = number = counts.get((task, options.effort), -1) + 1
+            note(number % 6, c)
+        return c
+
+    counts: dict[Any, int] = {}
+    return replace(kept, draw=draw, prose=lambda: ["One two three. " * 30, "Four five six. " * 30]), answers
+
+
+def test_shares_are_those_of_known_answers(llm: LLM) -> None:
+    exercises, answers = known(llm, lambda number: number not in (1, 5))
+    instrument = Instrument(llm, exercises, plan(), seed=2)
+    labels: list[tuple[str, float, float]] = []
+    with saying(llm, answers):
+        results = instrument.measure(("tasks", "effort", "recall", "drift", "modes"), lambda *report: labels.append(report))
+    tasks = {score.what: score for score in results.of("tasks", mode=BOUNDED.name)}
+    for name in ("chat", "refer", "lookup", "copy", "sort", "reverse", "arithmetic", "json"):
+        assert (tasks[name].n, tasks[name].right, tasks[name].unfinished) == (6, 4, 0), name
+    call, other = tasks["tools: name"], tasks["tools: answer"]
+    assert call.n + other.n == 6 and call.right + other.right == 4
+    assert tasks["tools: arguments"].right == tasks["tools: calls parse"].right == call.right
+    replayed = {score.what: score for score in results.of("tasks", mode=REPLAYED[0].name)}
+    assert list(replayed)[:4] == ["refer", "lookup", "arithmetic", "json"]
+    assert all(score.lineage in ((1, 1), None) for score in replayed.values())
+    assert (replayed["lookup"].n, replayed["lookup"].right, replayed["lookup"].too_short) == (3, 2, 0)
+    efforts = list(results.of("effort"))
+    assert [score.effort for score in efforts] == list(quality.EFFORTS)
+    assert all((score.n, score.right) == (6, 4) for score in efforts)
+    assert efforts[0].tokens < efforts[-1].tokens
+    for part in ("recall", "drift", "modes"):
+        for score in results.of(part):
+            count = 6 if part != "modes" or score.mode == REPLAYED[0].name else 1 if score.mode == DENSE.name else 3
+            assert (score.n, score.right) == (count, count), (part, score.mode)  # one question a text, the first
+            depths = [s for s in results.scores if s.part == part and s.mode == score.mode and s.depth is not None]
+            assert sum(s.n for s in depths) == count
+    assert {score.mode: score.lineage for score in results.of("drift")} == {
+        "bounded decoder": (0, 0), "bounded encoder 1": (1, 1), "bounded encoder 4": (4, 4),
+    }  # fmt: skip
+    assert labels[0][1] == 0.0 and labels[-1][0] == "done" and labels[-1][1] == pytest.approx(labels[-1][2])
+    figures = json.loads(json.dumps(quality.figures(results)))
+    copied = next(s for s in figures["scores"] if s["what"] == "copy" and s["mode"] == "bounded decoder")
+    assert copied["share"] == pytest.approx(4 / 6) and (copied["low"], copied["high"]) == pytest.approx(wilson(4, 6))
+    bars = {bar["what"]: bar for bar in figures["bars"]}
+    assert not bars["arithmetic at effort 100"]["reached"]
+    assert not bars["recall, window only, 300 tokens"]["reached"]  # this "model" knows all answers without looking
+
+
+def test_bars_are_judged() -> None:
+    def score(part: str, right: int, **more: Any) -> Score:
+        return Score(part, **{"what": "recall", "mode": BOUNDED.name, "n": 100, "right": right, **more})
+
+    results = quality.Results([
+        score("recall", 95, length=4096), score("recall", 89, length=16384), score("modes", 29, mode=WINDOW_ONLY.name, length=4096),
+        score("effort", 40, effort=10, tokens=2000), score("effort", 90, effort=100, tokens=4000),
+        score("tasks", 94, what="tools: name"),
+    ])  # fmt: skip
+    reached = {bar.what: bar.reached for bar in quality.bars(results)}
+    assert reached == {
+        "recall at 4,096 tokens": True, "recall at 16,384 tokens": False, "recall, window only, 4,096 tokens": True,
+        "arithmetic at effort 100": True, "arithmetic at effort 100 above effort 10, between intervals": True,
+        "tokens at effort 10 / at 100": True, "tools: right name": False,
+    }  # fmt: skip
+
+
+def test_unknown_part_is_named(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no part 'recal'"):
+        Instrument(llm, demo_exercises(), plan()).jobs(["recal"])
+
+
+# Prose
+
+
+def test_what_follows_is_scored_as_if_it_had_been_generated(llm: LLM) -> None:
+    """Teacher forcing on the tokens that a request generated after the same replays gives the request's own log-probabilities."""
+    ids = prompt(121)
+    for mode in (EXACT, BOUNDED, REPLAYED[0], REPLAYED[1], WIDE, SHUFFLED):
+        with running(llm, mode):
+            asker = Asker(llm, mode)
+            salt = asker.salt()
+            asker.grow([(ids[:120], salt)])
+            output = llm.run([asker.request(ids, greedy(6, logprobs=5), salt)])[0]
+            found = distributions(asker, [Excerpt(ids + output.token_ids, len(ids), frozenset())])
+        assert found is not None and output.logprobs is not None and output.tiers.lineage == mode.boundaries
+        assert found[0].argmax(1).tolist() == output.token_ids
+        told = [float(found[0][i, p.token_id]) for i, p in enumerate(output.logprobs)]
+        assert told == pytest.approx([p.logprob for p in output.logprobs], abs=1e-5)
+
+
+def test_modes_are_compared_with_exact(llm: LLM) -> None:
+    ids = prompt(400)
+    parts = excerpts(llm, ids, prompt=200, follows=24, count=3)
+    assert [part.ids[0] for part in parts] == [ids[0], ids[88], ids[176]]
+    found = {}
+    for mode in (EXACT, BOUNDED, REPLAYED[1], REPLAYED[2], REPLAYED[3], SHUFFLED):
+        with running(llm, mode):
+            found[mode.name] = distributions(Asker(llm, mode), parts)
+    exact = found["exact"]
+    assert exact is not None and found["bounded encoder 64"] is None  # 24 blocks are too few
+    itself = compare(parts, exact, exact)
+    assert (itself.tokens, itself.kl, itself.kl_se, itself.agree) == (72, 0.0, 0.0, 72)
+    assert itself.perplexity == pytest.approx(math.exp(itself.nll))
+    loss = [-float(part[i, told]) for part, e in zip(exact, parts, strict=True) for i, told in enumerate(e.ids[200:])]
+    assert itself.nll == pytest.approx(sum(loss) / 72)
+    for name in ("bounded decoder", "bounded encoder 4", "bounded encoder 16", "shuffled"):
+        other = found[name]
+        assert other is not None
+        assert compare(parts, other, exact).kl > 0
+    counted = compare([replace(parts[0], skip=frozenset({parts[0].ids[200]}))], exact[:1], exact[:1])
+    assert counted.tokens == 24 - parts[0].ids[200:].count(parts[0].ids[200])
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    exact, other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    found = compare([Excerpt([0, 1], 1, frozenset())], [other], [exact])
+    assert found.kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1))
+    assert found.nll == pytest.approx(-math.log(0.1))
+
+
+def test_part_text_has_a_row_per_mode(llm: LLM) -> None:
+    exercises, _ = known(llm, lambda number: True)
+    results = Instrument(llm, exercises, plan(), seed=2).measure(["text"], lambda *report: None)
+    rows = {row["mode"]: row for row in results.text}
+    replayed = ["bounded encoder 1", "bounded encoder 4"]
+    assert list(rows) == ["exact", "bounded decoder", *replayed, "bf16 KV", "dense", "window only", "shuffled"]
+    assert rows["exact"]["kl"] == 0.0 and rows["exact"]["top1"] == 1.0
+    assert all(row["tokens"] >= 18 and row["kl"] > 0 for name, row in rows.items() if name != "exact")
+    assert results.plain["perplexity"] > 100
+
+
+# The picture
+
+
+def test_picture_is_drawn_from_whatever_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def score(part: str, what: str, mode: str, **more: Any) -> dict[str, Any]:
+        return Score(part, what, mode, n=20, right=15, tokens=400, **more).figures()
+
+    row = {"tokens": 64, "kl": 0.1, "kl_se": 0.01, "perplexity": 9.0, "top1": 0.9, "top1_low": 0.8, "top1_high": 0.95}
+    whole = {
+        "measured": "quality", "date": "2026-11-29",
+        "text": [{"mode": mode, "boundaries": k, **row} for mode, k in (("exact", 0), ("bounded decoder", 0), ("bounded encoder 4", 4))],
+        "scores": [
+            score("recall", "recall", "bounded decoder", length=512), score("recall", "recall", "bounded decoder", length=512, depth=0),
+            score("drift", "recall", "bounded encoder 4", length=512), score("modes", "recall", "shuffled", length=512),
+            score("tasks", "copy", "bounded decoder"), score("effort", "arithmetic", "bounded decoder", effort=10),
+        ],
+    }  # fmt: skip
+    for number, figures in enumerate((whole, {**whole, "text": [], "scores": []})):
+        file = tmp_path / f"{number}.png"
+        quality_plot.draw(figures, file)
+        assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
+
+
+def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"forebay\[quality\]"):
+        quality_plot.draw({}, tmp_path / "x.png")
+
+

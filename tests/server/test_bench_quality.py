@@ -1,0 +1,80 @@
+"""`forebay bench quality` as a command: what it writes, shows and refuses. What it measures is tested in tests/engine/test_quality.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import tiny_checkpoint
+from forebay.engine import quality
+from forebay.server import cli
+
+QUIET = ["--set", "engine.threads=1", "--set", "cache.kv_tokens=8192"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter than quick."""
+    made = quality.Plan.quick
+
+    def quick(samples: int) -> quality.Plan:
+        small = replace(made(samples), lengths=(300,), compared=(300,), single=(300,), drift=300, boundaries=(1, 64))
+        return replace(small, excerpts=1, prompt=200, follows=20, plain=60)
+
+    monkeypatch.setattr(quality.Plan, "quick", quick)
+    monkeypatch.setattr(quality, "EFFORTS", (10, 100))
+    monkeypatch.setattr("forebay.engine.quality_ask.ANSWER_TOKENS", (4, 6))
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["bench", "quality", "--model", str(tiny_checkpoint()), "--quick", *arguments, *QUIET])
+
+
+@pytest.mark.usefixtures("small")
+def test_figures_say_what_was_measured_where_and_with_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    assert run("--only", "text,drift,effort", "--samples", "2", "--seed", "5", "--json", str(file)) == 0
+    figures: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    assert figures["seed"] == 5 and figures["samples"] == 2 and figures["parts"] == ["text", "drift", "effort"]
+    assert figures["date"].startswith("20") and figures["machine"]["cpus"] >= 1 and figures["versions"]["torch"]
+    assert len(figures["model"]["fingerprint"]) > 40
+    efforts = [score for score in figures["scores"] if score["part"] == "effort"]
+    assert [(score["effort"], score["n"]) for score in efforts] == [(10, 2), (100, 2)]
+    assert all(score["low"] <= score["share"] <= score["high"] for score in efforts)
+    drift = {score["mode"]: score for score in figures["scores"] if score["part"] == "drift" and "depth" not in score}
+    assert drift["bounded encoder 1"]["lineage"] == [1, 1]
+    assert drift["bounded encoder 64"]["n"] == 0 and drift["bounded encoder 64"]["too_short"] == 2  # 300 tokens are 37 blocks
+    assert {row["mode"] for row in figures["text"]} >= {"exact", "bounded decoder", "bf16 KV"}
+    out, err = capsys.readouterr()
+    assert "n/a" in out and "Arithmetic by reasoning effort" in out and "Asked of the demo" in out
+    assert "0%, about" in err and " left: text, exact" in err
+
+
+@pytest.mark.usefixtures("small")
+def test_picture_is_written_beside_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run("--only", "effort", "--samples", "1", "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "a.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--only", "recal"], "no part 'recal'; the parts are text, recall, drift, modes, tasks, effort"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at/all.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_work(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    assert run("--plot", "x.png") == 2
+    assert "pip install 'forebay[quality]'" in capsys.readouterr().err
