@@ -31,7 +31,7 @@ serve: $(VENV)/.installed
 venv: $(VENV)/.installed
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
