@@ -2,13 +2,14 @@
 
 Selection itself has no gradient. The indexer learns from what attention does: for each group of layers that share a selected list, the
 attention mass of all heads on the listed entries is the target of the softmax over their index scores (the recipe of DeepSeek's sparse
-attention; here the mass is that of every layer of the group).
+attention; here the mass is that of every layer of the group, and for the source of candidates also that of the layers which may only
+choose among them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -29,12 +30,20 @@ SCORED_WHOLE = 2048  # entries of a sequence up to which all scores keep their g
 
 @dataclass
 class Chosen:
-    """One selected list with what its loss needs: scores [n, topk] with gradient, -inf unused; mass [n, topk] of attention, summed;
-    emphasis [n], what a row counts for."""
+    """One selected list with what its loss needs.
+
+    Attributes:
+        scores: [n, topk] with gradient, -inf unused. mass: [n, topk], attention of all heads of the layers that share the list.
+        emphasis: [n], what a row counts for.
+        scores_of: the same index's scores of other entries, [n, k] int32 rows of the stored entries -> [n, k] with gradient.
+        readers: layers that choose among this index's candidates: what they attend to, it must find.
+    """
 
     scores: Tensor
     mass: Tensor
     emphasis: Tensor
+    scores_of: Callable[[Tensor], Tensor]
+    readers: list[int] = field(default_factory=list)
 
 
 class DenseMemory:
@@ -88,7 +97,7 @@ class DenseMemory:
         whole = count <= SCORED_WHOLE
         width = min(self.topk, -(-count // LIST_STEP) * LIST_STEP)
         found = torch.full((x.shape[0], width), -1, dtype=torch.int64, device=x.device)
-        kept = []
+        raws = []
         for part, owners in self._tiles(count, indexer.heads, state):
             own = keys.view(-1, count, keys.shape[1])[owners]
             with torch.set_grad_enabled(whole and self.with_loss and torch.is_grad_enabled()):
@@ -104,14 +113,22 @@ class DenseMemory:
                 best = torch.topk(scores, width, dim=-1, sorted=False)
                 found[part] = best.indices.masked_fill(best.values == -torch.inf, -1)
             if whole and self.with_loss:
-                kept.append(raw.gather(1, found[part].clamp(min=0)))
+                raws.append(raw)
         flat = torch.where(found >= 0, found + base.unsqueeze(1), -1).to(torch.int32)
         if self.emphasis is not None:
-            scored = torch.cat(kept) if whole else _listed_scores(q, weights, keys, flat)
-            unused = torch.zeros(flat.shape, dtype=torch.float32, device=x.device)
+            every = torch.cat(raws) if whole else None
+
+            def scores_of(entries: Tensor) -> Tensor:
+                if every is not None:
+                    return every.gather(1, (entries - base.unsqueeze(1)).clamp(min=0))
+                return _listed_scores(q, weights, keys, entries)
+
             rows = cast(TrainRows, state.rows)
             emphasis = self.emphasis if rows.flat is None else self.emphasis[rows.flat]
-            self.chosen[indexer.layer] = Chosen(scored.masked_fill(flat < 0, -torch.inf), unused, emphasis)
+            mass = torch.zeros(flat.shape, dtype=torch.float32, device=x.device)
+            self.chosen[indexer.layer] = Chosen(scores_of(flat).masked_fill(flat < 0, -torch.inf), mass, emphasis, scores_of)
+            if indexer.reads:
+                self._read(indexer, flat)
         return flat
 
     def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
@@ -126,12 +143,24 @@ class DenseMemory:
             self.chosen[plan.index_source].mass += mass.detach()
         return out
 
+    def _read(self, indexer: Indexer, flat: Tensor) -> None:
+        """Let the candidate source answer for what this layer attends to: its scores of the entries chosen here."""
+        source = self.config.candidate_source_layer_id
+        if source in self.chosen:
+            owner = self.chosen[source]
+            owner.readers.append(indexer.layer)
+            owner.scores = torch.cat((owner.scores, owner.scores_of(flat).masked_fill(flat < 0, -torch.inf)), 1)
+
     def index_loss(self) -> Tensor:
-        """Divergence of the index scores from the attention mass, mean over rows and lists; rows weigh by emphasis and mass."""
+        """Divergence of the index scores from the attention mass, mean over rows and lists; rows weigh by emphasis and mass.
+
+        The list of the candidate source is joined with those of the layers that choose among its candidates.
+        """
         losses = []
         for chosen in self.chosen.values():
-            total = chosen.mass.sum(-1, keepdim=True)
-            target = chosen.mass / (total + 1e-6)
+            mass = torch.cat((chosen.mass, *(self.chosen[layer].mass for layer in chosen.readers)), 1)
+            total = mass.sum(-1, keepdim=True)
+            target = mass / (total + 1e-6)
             logs = torch.log_softmax(chosen.scores.float().masked_fill(chosen.scores == -torch.inf, -1e9), -1)
             weight = chosen.emphasis * ((total.squeeze(-1) / self.config.num_attention_heads).clamp(max=1.0) + 0.05)
             each = (target * (target.clamp_min(1e-9).log() - logs.clamp(min=-50.0))).sum(-1)

@@ -14,7 +14,7 @@ from forebay.model.demo.train.stream import Packed
 from forebay.model.tokenizer import Tokenizer
 
 COUNT = 48  # conversations of a task
-LONG = ((4096, 12), (16384, 4))  # recall: tokens of the prompt, conversations
+LONG = ((1024, 16), (4096, 12), (16384, 4))  # recall: tokens of the prompt, conversations
 QUESTIONS = 8  # asked about each long text
 PAD = 2
 
