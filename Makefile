@@ -54,8 +54,8 @@ demo-tokenizer: demo-data
 
 demo-train: $(VENV)/.installed
 	test -e build/demo-data/corpus.bin || $(MAKE) demo-data
-	$(BIN)/python -m forebay.model.demo.train.run --data build/demo-data --out build/demo-train --state build/demo-train/state.pt $(TRAIN)
-	$(BIN)/python -m forebay.model.demo.train.export --masters build/demo-train --out build/demo-checkpoint
+	$(BIN)/python -m forebay.model.demo.train.run --data build/demo-data --out build/demo-train $(TRAIN)
+	$(BIN)/python -m forebay.model.demo.train.export --run build/demo-train --out build/demo-checkpoint
 
 demo-eval: $(VENV)/.installed-quality
 	$(BIN)/forebay bench quality --model demo --json quality.json --plot quality.png $(QUALITY)

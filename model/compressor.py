@@ -44,7 +44,7 @@ class Compressor:
         # The first token of the group gives an entry its position.
         whole = self.ratio == 1 and groups.done is None
         turn = state.turn(self.freqs) if whole else turn_at(groups.entries * self.ratio, self.freqs)
-        key = self.ops.rotate(self.ops.rms_norm(bf16_linear(latent, self.wk), self.k_norm, self.eps), turn)
+        key = self.ops.rotate(self.ops.rms_norm(bf16_linear(self.ops.index_input(latent), self.wk), self.k_norm, self.eps), turn)
         main = self.ops.rotate(latent, turn)
         state.memory.store_entries(self.plan, main, key, groups.sequence, groups.entries, state)
         state.note(f"layer{self.layer}.latent", latent)

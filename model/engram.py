@@ -30,5 +30,5 @@ class Engram:
         memory = self.table.read(rows).to(streams.device)
         z = quantised_linear(self.ops.fp8_round(memory), self.wkv)
         key, value = z.split((z.shape[1] - streams.shape[2], streams.shape[2]), 1)
-        weight = self.q_weight.float() * self.k_weight.float()
+        weight = self.ops.stored(self.q_weight).float() * self.ops.stored(self.k_weight).float()
         return engram_gate(streams, key.unflatten(1, (self.streams, -1)), value, weight, self.eps, text_mask)

@@ -22,7 +22,6 @@ from forebay.model.moe import MoE
 from forebay.model.names import expected_tensors
 from forebay.model.ops.hyper_connections import collapse
 from forebay.model.ops.linear import ROW_TILE, TileCache, fp32_linear
-from forebay.model.ops.rms_norm import rms_norm
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,7 +125,7 @@ class Backbone:
             cache = TileCache(weight_cache_bytes, ROW_TILE if batch_invariant else None)
             load = Loader(source, cache, self.device, Meter(_loaded_bytes(self.config), progress))
         self.embed = load.tensor("embed.weight")
-        self.norm = load.tensor("norm.weight")
+        self.norm, self.ops = load.tensor("norm.weight"), load.ops
         self.head = load.plain("head.weight")
         self.token_map = source.token_map().to(torch.int64) if self.config.engram_layer_ids else None
         constants = None
@@ -180,7 +179,7 @@ class Backbone:
     @_inference
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden state [n, D] bf16 -> [n, vocab] fp32."""
-        return fp32_linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.head)
+        return fp32_linear(self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.head)
 
     def _first_pre(self, rows: int) -> Tensor:
         """Embeddings are collapsed by taking the first stream."""

@@ -42,6 +42,14 @@ class Ops:
         parts = out.float().unflatten(1, (len(weights), -1)).flatten(2).unbind(1)
         return torch.cat([fp32_linear(part, w) for part, w in zip(parts, weights, strict=True)], -1).bfloat16()
 
+    def stored(self, vector: Tensor) -> Tensor:
+        """A vector of the checkpoint as it is stored."""
+        return vector
+
+    def index_input(self, latent: Tensor) -> Tensor:
+        """What index keys are made of, of a compressed latent."""
+        return latent
+
     def spread_scale(self, scale: Tensor, streams: int) -> Tensor:
         """The mHC scales as `coefficients` takes them."""
         return spread_scale(scale, streams)

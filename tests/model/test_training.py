@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,12 @@ import torch
 from torch import Tensor
 
 import noise_model
-from engines import TINY, greedy, tiny_config
+from engines import TINY, tiny_config
 from forebay.engine.llm import LLM
-from forebay.model.batch import RowSet
+from forebay.model.batch import HalfState, RowSet
 from forebay.model.checkpoint import Checkpoint, write_checkpoint
 from forebay.model.config import ModelConfig
-from forebay.model.demo.train import run
+from forebay.model.demo.train import feed, kernels, plan, run, saved
 from forebay.model.demo.train.batches import TrainRows, all_rows, answer_rows
 from forebay.model.demo.train.masters import fp8_tiles
 from forebay.model.demo.train.optimizer import is_matrix, orthogonal
@@ -66,7 +68,7 @@ def divergence(left: Tensor, right: Tensor) -> float:
     return float((a.exp() * (a - b)).sum(-1).mean())
 
 
-def test_training_computes_what_is_served(trained: tuple[Trainer, LLM]) -> None:
+def test_training_computes_nearly_what_is_served(trained: tuple[Trainer, LLM]) -> None:
     made, llm = trained
     packed = rows(96)
     batch, _ = made.batch(packed, TOPK)
@@ -74,27 +76,10 @@ def test_training_computes_what_is_served(trained: tuple[Trainer, LLM]) -> None:
         logits = made.network.logits(made.network.decode(made.network.encode(batch), all_rows(batch))).view(2, 96, -1)
     for row, mine in zip(packed, logits, strict=True):
         served = llm.score(row.tokens.tolist())
-        # Sums in bf16 products run in another order; a row where that flips an expert or an entry differs more.
+        # Sums in bf16 products run in another order; a row where that flips an expert or an entry differs more. That no rounding is
+        # missing is for the next tests: one more or less would hardly show here.
         assert divergence(served, mine) < 2e-3
         assert float((served - mine).abs().median()) < 0.04 * float(served.std())
-
-
-def test_bounded_training_is_bounded_serving(trained: tuple[Trainer, LLM]) -> None:
-    """The rows of an answer see what a request sees whose prompt ends where the answer begins."""
-    made, llm = trained
-    (row,) = rows(96, 1)
-    start, _ = row.answers[0]
-    batch, _ = made.batch([row], TOPK)
-    with torch.no_grad():
-        chosen = answer_rows(batch, [row.answers], made.config.sliding_window)
-        mine = made.network.logits(made.network.decode(made.network.encode(batch), chosen))
-    first = start - made.config.sliding_window
-    tokens = row.tokens.tolist()
-    (answer,) = llm.generate(tokens[:start], greedy(1, logprobs=8))
-    assert answer.logprobs is not None
-    mine_first = torch.log_softmax(mine[start - 1 - first], -1)
-    found = dict(answer.logprobs[0].top)
-    assert max(abs(mine_first[token].item() - logprob) for token, logprob in found.items()) < 0.25
 
 
 def test_rows_see_the_window_they_would_see_when_served() -> None:
@@ -127,6 +112,64 @@ def test_answers_take_the_window_before_them_and_are_predicted_from_there() -> N
     assert sorted(exact_target) == sorted(target)
 
 
+def test_every_rounding_point_of_the_spec_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec §6.5: inputs of FP8 and FP4 linears, window KV, entries, index keys and queries; as often as layers have them, no more."""
+    made, calls = trainer(), Counter[str]()
+    for name in ("fp8_round", "index_round", "main_round"):
+        rounding = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda x, name=name, rounding=rounding: calls.update([name]) or rounding(x))
+    batch, _ = made.batch(rows(96), TOPK)
+    made.network.decode(made.network.encode(batch), all_rows(batch))
+    plan, layers = made.config.topology().layers, made.config.num_hidden_layers
+    sources, indexers, engrams = (sum(getattr(p, kind) for p in plan) for kind in ("owns_kv", "owns_index", "engram"))
+    # A layer: attention input, query latent, output latent, window; expert input, h of the shared expert and of each routed one.
+    assert calls["fp8_round"] == (6 + made.config.n_routed_experts) * layers + 2 * engrams  # a table row and the input made of it
+    assert calls["main_round"] == sources
+    assert calls["index_round"] == sources + indexers + 2 * layers  # and the routed experts' weights, of the same format
+
+
+def test_the_training_memory_rounds_as_the_served_one_stores() -> None:
+    made, generator = trainer(), torch.Generator().manual_seed(4)
+    batch, memory = made.batch(rows(96), TOPK)
+    kv = torch.randn((192, 32), generator=generator).bfloat16()
+    state = HalfState(batch.encoder, batch.spans, batch.tables, memory, None)
+    assert torch.equal(memory.window(0, kv, state).keys.float(), formats.fp8_decode(*formats.fp8_encode(kv)))
+    plan = next(p for p in made.config.topology().layers if p.owns_kv and p.ratio == 1)
+    key = torch.randn((192, 32), generator=generator).bfloat16()
+    nothing = torch.zeros(0, dtype=torch.int64)
+    memory.store_entries(plan, kv, key, nothing, nothing, state)
+    assert torch.equal(memory.main[plan.index].float(), formats.main_decode(*formats.main_encode(kv)))
+    assert torch.equal(memory.keys[plan.index].float(), formats.index_decode(*formats.index_encode(key)))
+
+
+def test_only_the_indexer_learns_from_the_index_loss() -> None:
+    made = trainer()
+    batch, memory = made.batch(rows(96), TOPK)
+    made.network.decode(made.network.encode(batch), all_rows(batch))
+    memory.index_loss().backward()
+    touched = {name for name, value in made.masters.values.items() if value.grad is not None and bool(value.grad.abs().sum() > 0)}
+    assert touched == {name for name in made.masters.values if ".indexer." in name}
+
+
+def test_an_evaluation_leaves_no_trace() -> None:
+    made = trainer()
+    made.right(rows(96), TOPK)
+    assert not made.masters.loads
+
+
+def test_the_candidate_source_answers_for_its_readers() -> None:
+    """Its loss covers what the layers that choose among its candidates attend to."""
+    made = trainer()
+    batch, memory = made.batch(rows(96), TOPK)
+    made.network.decode(made.network.encode(batch), all_rows(batch))
+    plan = made.config.topology().layers
+    source = next(p.index for p in plan if p.makes_candidates)
+    readers = [p.index for p in plan if p.reads_candidates]
+    owner = memory.chosen[source]
+    assert owner.readers == readers
+    assert owner.scores.shape[1] == sum(memory.chosen[layer].mass.shape[1] for layer in (source, *readers))
+
+
 def test_every_parameter_learns() -> None:
     made = trainer()
     made.backward(rows(96), TOPK, bounded=False, index_weight=0.3)
@@ -151,7 +194,7 @@ def test_the_indexer_learns_what_attention_wants() -> None:
     made = trainer()
     packed = rows(96)
     losses = []
-    for _ in range(25):
+    for _ in range(40):
         _, loss, _ = made.backward(packed, TOPK, bounded=False, index_weight=1.0)
         losses.append(float(loss))
         made.update(1.0)
@@ -208,17 +251,6 @@ def test_every_parameter_has_one_optimizer() -> None:
     assert not is_matrix("embed.weight")
 
 
-def test_masters_travel(tmp_path: Path) -> None:
-    made = trainer()
-    run.save_masters(made, tmp_path, 7)
-    values, step = run.load_masters(tmp_path)
-    other = trainer(seed=9)
-    other.masters.load(values)
-    assert step == 7
-    for name, value in made.masters.values.items():
-        assert torch.equal(other.masters.values[name], value.to(torch.bfloat16).float()), name
-
-
 def test_training_goes_on_from_a_checkpoint(trained: tuple[Trainer, LLM], tmp_path: Path) -> None:
     made, _ = trained
     write_checkpoint(tmp_path, TINY, made.masters.stored())
@@ -232,3 +264,104 @@ def test_training_goes_on_from_a_checkpoint(trained: tuple[Trainer, LLM], tmp_pa
         elif name.endswith("engram.embed.weight"):
             mine, theirs = formats.fp8_round(mine), formats.fp8_round(theirs)
         assert torch.equal(mine.bfloat16(), theirs.bfloat16()), name
+
+
+class InlineFeed(feed.Feed):
+    """The same rows without processes."""
+
+    def __init__(self, seed: int, phase: plan.Phase, corpus: Path, step: int, processes: int) -> None:
+        self.phase = phase
+        self.streams = [feed.stream_rows(seed, phase, corpus, stream, step) for stream in range(feed.STREAMS)]
+
+    def take(self) -> list[Packed]:
+        return [next(self.streams[row % feed.STREAMS]) for row in range(self.phase.rows)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe of seconds over TINY; -> folder with a corpus."""
+    shares = {"text": 0.5, "chat": 0.5}
+    short = plan.Phase("short", 4, 128, 2, 8, False, shares, 0.1, 0.5, 0.3)
+    monkeypatch.setattr(plan, "PHASES", (short, plan.Phase("long", 3, 192, 1, 8, True, {"chat": 1.0}, 0.0, 0.0, 0.3)))
+    monkeypatch.setattr(run, "build", lambda device: trainer())
+    monkeypatch.setattr(run, "Feed", InlineFeed)
+    monkeypatch.setattr(run, "evaluate", lambda *_: {})
+    monkeypatch.setattr(run, "SAVE_EVERY", 2)
+    rng = np.random.default_rng(1)
+    documents = [np.concatenate(([0], rng.integers(64, 3900, 300), [1])) for _ in range(20)]
+    np.concatenate(documents).astype(np.uint16).tofile(tmp_path / "corpus.bin")
+    return tmp_path
+
+
+def arguments(data: Path, out: str, **more: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"data": data, "out": data / out, "begin": None, "seconds": 1e9, "device": "cpu", "workers": 2, **more})
+
+
+def test_a_run_in_pieces_is_the_run_in_one(recipe: Path) -> None:
+    assert run.train(arguments(recipe, "whole")) == 7
+    steps = [run.train(arguments(recipe, "pieces", seconds=0.0)) for _ in range(7)]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    whole, pieces = (saved.load_masters(recipe / name / saved.NAME)[0] for name in ("whole", "pieces"))
+    for name, value in whole.items():
+        assert torch.equal(pieces[name], value), name
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_state(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = InlineFeed.take
+
+    def dies(self: InlineFeed) -> list[Packed]:
+        if self.phase.name == "long":
+            raise RuntimeError("no rows")
+        return take(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(InlineFeed, "take", dies)
+        with pytest.raises(RuntimeError, match="no rows"):
+            run.train(arguments(recipe, "run"))
+    assert saved.load_masters(recipe / "run" / saved.NAME)[1] == 4
+    saving = recipe / "run" / saved.NEXT  # killed while it wrote, and between the two renames
+    saving.mkdir()
+    (saving / "masters.safetensors").write_bytes(b"half")
+    (recipe / "run" / saved.NAME).rename(recipe / "run" / saved.LAST)
+    assert run.train(arguments(recipe, "run")) == 7
+    assert not saving.exists()
+
+
+def test_a_checkpoint_begins_only_new_runs(recipe: Path) -> None:
+    run.train(arguments(recipe, "run", seconds=0.0))
+    with pytest.raises(SystemExit, match="--begin is for a new one"):
+        run.train(arguments(recipe, "run", begin=recipe))
+
+
+def test_rows_depend_on_the_step_alone(recipe: Path) -> None:
+    phase = plan.PHASES[0]
+    first = InlineFeed(3, phase, recipe / "corpus.bin", 0, 1)
+    steps = [first.take() for _ in range(feed.CHUNK + 2)]
+    later = InlineFeed(3, phase, recipe / "corpus.bin", feed.CHUNK - 1, 1)
+    for step in range(feed.CHUNK - 1, feed.CHUNK + 2):
+        for mine, theirs in zip(later.take(), steps[step], strict=True):
+            assert (mine.tokens == theirs.tokens).all()
+
+
+def test_processes_make_the_same_rows(recipe: Path) -> None:
+    phase = plan.PHASES[0]
+    inline, real = InlineFeed(3, phase, recipe / "corpus.bin", 1, 1), feed.Feed(3, phase, recipe / "corpus.bin", 1, 2)
+    try:
+        for _ in range(3):
+            for mine, theirs in zip(inline.take(), real.take(), strict=True):
+                assert (mine.tokens == theirs.tokens).all()
+    finally:
+        real.close()
+    assert not any(process.is_alive() for process in real.processes)
+
+
+def test_the_rate_rises_holds_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "PHASES", (plan.Phase("all", 1000, 64, 1, 8, False, {}, 0, 0, 0),))
+    rates = [plan.rate(step) for step in range(1000)]
+    assert rates[49] == pytest.approx(0.5)
+    assert rates[99:650] == [1.0] * 551
+    assert rates[825] == pytest.approx(0.5, abs=0.01)
+    assert 0 < rates[-1] < 0.01

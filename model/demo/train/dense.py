@@ -46,24 +46,23 @@ class Chosen:
     readers: list[int] = field(default_factory=list)
 
 
-class DenseMemory:
+class TrainMemory:
     """The memory of one forward pass over B sequences of L tokens; make a new one for each.
 
     Args:
         topk: entries per row, a multiple of 64; the configuration's in serving, more while training begins.
-        quantised: False leaves window, entries and keys as they are (for comparison).
         emphasis: [B * L] fp32, what each row counts for in `index_loss`; None for no such loss.
     """
 
-    def __init__(self, config: ModelConfig, length: int, topk: int, *, quantised: bool = True, emphasis: Tensor | None = None) -> None:
+    def __init__(self, config: ModelConfig, length: int, topk: int, emphasis: Tensor | None = None) -> None:
         self.config, self.length, self.topk = config, length, topk
-        self.quantised, self.emphasis, self.with_loss = quantised, emphasis, emphasis is not None
+        self.emphasis, self.with_loss = emphasis, emphasis is not None
         self.main: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.chosen: dict[int, Chosen] = {}
 
     def window(self, layer: int, kv: Tensor, state: HalfState) -> Window:
-        return Window(kernels.fp8_round(kv) if self.quantised else kv, ())
+        return Window(kernels.fp8_round(kv), ())
 
     def keep_window(self, layer: int, window: Window, state: HalfState) -> None:
         pass
@@ -71,9 +70,7 @@ class DenseMemory:
     def store_entries(self, plan: LayerPlan, main: Tensor, key: Tensor, sequence: Tensor, entries: Tensor, state: HalfState) -> None:
         """Entries come complete and in order, [B * L/ratio, …]."""
         assert main.shape[0] == len(state.spans) * (self.length // plan.ratio)
-        if self.quantised:
-            main, key = kernels.main_round(main), kernels.index_round(key)
-        self.main[plan.index], self.keys[plan.index] = main, key
+        self.main[plan.index], self.keys[plan.index] = kernels.main_round(main), kernels.index_round(key)
 
     def open_group(self, layer: int, slots: Tensor, place: int) -> Tensor:
         """Sequences begin with a group."""

@@ -59,7 +59,7 @@ class Masters(nn.Module):
         self._forms = {}
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Take over values saved by `state`. Raises KeyError on another network's."""
+        """Take over saved values. Raises KeyError for another network's."""
         with torch.no_grad():
             for name, parameter in self.values.items():
                 parameter.copy_(values[name].float())
@@ -152,6 +152,11 @@ def _round_tiles(tiles: Tensor) -> Tensor:
     return ((tiles / power).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32) * power).to(torch.bfloat16)
 
 
+def bf16_values(x: Tensor) -> Tensor:
+    """bf16 numbers, in the type they came in."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
 def fp8_tiles(w: Tensor) -> Tensor:
     """[out, in] as FP8 with one power-of-two scale per 32x32 tile (spec §8 storage) -> bf16, which holds the values."""
     return _untile(_round_tiles(_tiles(w)), w.shape)
@@ -209,6 +214,8 @@ class MasterExperts:
         return kernels.grouped_experts(x, indices, weights, up, down, self.limit, kernels.fp8_round)
 
     def _count(self, indices: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation
         flat, experts = indices.flatten(), self.masters.config.n_routed_experts
         counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
         self.masters.loads[self.at] = self.masters.loads.get(self.at, 0) + counts
@@ -239,7 +246,13 @@ class TrainOps(Ops):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ones = torch.ones((x.shape[0], 1), dtype=torch.float32, device=x.device)
-        return kernels.collapse_norm(x.unsqueeze(1), ones, weight, eps)
+        return kernels.collapse_norm(x.unsqueeze(1), ones, self.stored(weight), eps)
+
+    def stored(self, vector: Tensor) -> Tensor:
+        return kernels.straight_through(vector, bf16_values)
+
+    def index_input(self, latent: Tensor) -> Tensor:
+        return latent.detach()  # the indexer learns from attention, and nothing else does
 
     def rotate(self, x: Tensor, turn: Turn, *, inverse: bool = False) -> Tensor:
         return cast(Tensor, _Rotate.apply(x, turn, inverse))  # type: ignore[no-untyped-call]
@@ -262,7 +275,7 @@ class TrainOps(Ops):
         return Coefficients(gates[:, :streams] + eps, 2 * gates[:, streams:], comb)
 
     def collapse_norm(self, streams: Tensor, pre: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return kernels.collapse_norm(streams, pre, weight, eps)
+        return kernels.collapse_norm(streams, pre, self.stored(weight), eps)
 
     def mix(self, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return kernels.mix_streams(streams, out, post, comb)

@@ -46,7 +46,8 @@ PHASES = (
 )
 
 
-def rate(step: int, steps: int) -> float:
+def rate(step: int) -> float:
     """Learning rate at a step, as a share of the peak: linear warm-up, constant, linear to zero."""
+    steps = sum(phase.steps for phase in PHASES)
     falling = (steps - step) / max(1, steps * (1 - DECAY_FROM))
     return min(1.0, (step + 1) / WARM_UP, falling)

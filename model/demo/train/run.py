@@ -2,9 +2,8 @@
 
     python -m forebay.model.demo.train.run --data DIR --out DIR [--seconds N]
 
-A piece ends when its time is over or the recipe is done; the next call with the same `--out` goes on where it ended. What is needed to go
-on lies in `--out`: masters in bf16 in files of at most 15 MB, and a log of every 20th step; the optimisers' state, which is large, where
-`--state` says (without it a piece warms up again).
+A piece ends when its time is over, on SIGTERM, or when the recipe is done; the next call with the same `--out` goes on where it ended, with
+the same rows as if it had never ended. What it needs for that lies in `--out`, written anew every few minutes; `log.jsonl` has the figures.
 """
 
 from __future__ import annotations
@@ -12,169 +11,130 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
+import platform
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from forebay.model.checkpoint import Checkpoint
 from forebay.model.config import ModelConfig
 from forebay.model.demo import TOKENIZER
 from forebay.model.demo.config import CONFIG
-from forebay.model.demo.train import plan
+from forebay.model.demo.train import plan, saved
 from forebay.model.demo.train.evaluation import batches
-from forebay.model.demo.train.stream import Packed, packed
+from forebay.model.demo.train.feed import Feed
 from forebay.model.demo.train.trainer import Trainer
 from forebay.model.engram_map import compress_vocabulary
 
-LOG_EVERY = 20
-EVALUATE_EVERY = 500
-FILE_BYTES = 15_000_000  # of one file of masters
-AHEAD = 64  # rows each worker prepares
-FEED_AHEAD = 60  # steps before the end of a phase at which the workers of the next one are started
+LOG_EVERY, EVALUATE_EVERY, SAVE_EVERY = 20, 500, 500  # steps
+FEED_AHEAD = 60  # steps before the end of a phase at which the processes of the next one are started
 
 
-def _produce(queue: Any, seed: int, phase: plan.Phase, corpus: Path, worker: int) -> None:
-    weights = {"prompt_weight": phase.prompt_weight, "text_weight": phase.text_weight}
-    for row in packed(seed, phase.mix, phase.length, corpus=corpus, worker=worker, **weights):
-        queue.put(row)
+class Log:
+    """One JSON object a line, in the run's log and on standard output."""
 
+    def __init__(self, file: TextIO) -> None:
+        self.file, self.began, self.step = file, time.monotonic(), 0
 
-class Feed:
-    """Rows of one phase from worker processes, in an order that does not depend on their speed."""
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
-    def __init__(self, seed: int, phase: plan.Phase, corpus: Path, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.queues = [context.Queue(AHEAD) for _ in range(workers)]
-        self.processes = [
-            context.Process(target=_produce, args=(queue, seed, phase, corpus, worker), daemon=True)
-            for worker, queue in enumerate(self.queues)
-        ]
-        for process in self.processes:
-            process.start()
-        self.next = 0
-
-    def take(self, rows: int) -> list[Packed]:
-        out = []
-        for _ in range(rows):
-            out.append(self.queues[self.next].get(timeout=120))
-            self.next = (self.next + 1) % len(self.queues)
-        return out
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.terminate()
-
-
-def save_masters(trainer: Trainer, folder: Path, step: int) -> None:
-    """bf16 masters in files of at most FILE_BYTES, then `progress.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, parameter in trainer.masters.values.items():
-        value = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        if size + value.nbytes > FILE_BYTES and parts[-1]:
-            parts.append({})
-            size = 0
-        parts[-1][name] = value
-        size += value.nbytes
-    for number, part in enumerate(parts):
-        save_file(part, folder / f"masters-{number}.safetensors")
-    (folder / "progress.json").write_text(json.dumps({"step": step, "files": len(parts)}) + "\n", "utf-8")
-
-
-def load_masters(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """What `save_masters` wrote: values by name, steps done."""
-    progress = json.loads((folder / "progress.json").read_text("utf-8"))
-    values: dict[str, torch.Tensor] = {}
-    for number in range(progress["files"]):
-        values |= load_file(folder / f"masters-{number}.safetensors")
-    return values, progress["step"]
+    def write(self, **figures: object) -> None:
+        line = json.dumps({"step": self.step, "seconds": round(self.seconds, 1), **figures})
+        print(line, flush=True)
+        self.file.write(line + "\n")
+        self.file.flush()
 
 
 def position(step: int) -> Iterator[tuple[plan.Phase, int]]:
-    """Phases from `step` on, each with how many of its steps are left."""
+    """Phases from `step` on, each with how many of its steps are done."""
     for phase in plan.PHASES:
         if step < phase.steps:
-            yield phase, phase.steps - max(step, 0)
+            yield phase, max(step, 0)
         step -= phase.steps
 
 
-def train(args: argparse.Namespace) -> None:
-    began = time.monotonic()
-    device = torch.device(args.device)
+def build(device: torch.device) -> Trainer:
+    """The demo's network with its first weights."""
     torch.backends.cuda.matmul.allow_tf32 = True
     config = ModelConfig.from_dict(CONFIG)
     token_map = compress_vocabulary(TOKENIZER, config)
-    trainer = Trainer(config, token_map, device, seed=plan.SEED, lr=plan.LEARNING_RATE, weight_decay=plan.WEIGHT_DECAY)
-    step, fresh = 0, 0
-    if (args.out / "progress.json").exists():
-        values, step = load_masters(args.out)
-        trainer.masters.load(values)
-        if args.state and args.state.exists():
-            for optimizer, state in zip(trainer.optimizers, torch.load(args.state, weights_only=True), strict=True):
-                optimizer.load_state_dict(state)
-            fresh = plan.WARM_UP
-    elif args.begin:
-        trainer.masters.take(Checkpoint.open(args.begin))
+    return Trainer(config, token_map, device, seed=plan.SEED, lr=plan.LEARNING_RATE, weight_decay=plan.WEIGHT_DECAY)
+
+
+def train(args: argparse.Namespace) -> int:
+    """One piece; -> steps done in all."""
     args.out.mkdir(parents=True, exist_ok=True)
-    total = sum(phase.steps for phase in plan.PHASES)
-    log = (args.out / "log.jsonl").open("a", encoding="utf-8")
-
-    def write(**figures: object) -> None:
-        line = json.dumps({"step": step, "seconds": round(time.monotonic() - began, 1), **figures})
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
-
-    write(parameters=sum(p.numel() for p in trainer.masters.values.values()), of=total)
-    stop = False
-    corpus, phases = args.data / "corpus.bin", list(position(step))
-    feeds = [Feed(plan.SEED + step, phases[0][0], corpus, args.workers)] if phases else []
-    for number, (phase, left) in enumerate(phases):
-        feed = feeds[number]
-        sums, tokens, mark = torch.zeros(2, device=device), 0, time.monotonic()
-        for remaining in range(left, 0, -1):
-            loss, index_loss, trained = trainer.backward(
-                feed.take(phase.rows), phase.topk, bounded=phase.bounded, index_weight=phase.index_weight
-            )
-            norm = trainer.update(plan.rate(step, total) * min(1.0, (fresh + 1) / plan.WARM_UP))
-            sums += torch.stack((loss, index_loss))
-            tokens += phase.rows * phase.length
-            step += 1
-            fresh += 1
-            if remaining <= FEED_AHEAD and len(feeds) == number + 1 < len(phases):
-                feeds.append(Feed(plan.SEED + step, phases[number + 1][0], corpus, args.workers))
-            if step % LOG_EVERY == 0:
-                a, b = (sums / LOG_EVERY).tolist()
-                speed = tokens / (time.monotonic() - mark)
-                figures = {"loss": round(a, 4), "index": round(b, 4), "norm": round(float(norm), 3), "trained": trained}
-                write(phase=phase.name, speed=round(speed), **figures)
-                sums.zero_()
-                tokens, mark = 0, time.monotonic()
-                if step % EVALUATE_EVERY == 0:
-                    write(phase=phase.name, **evaluate(trainer, phase.topk))
-                if not math.isfinite(a):
-                    raise SystemExit(f"the loss is {a} at step {step}; the last saved masters are those the piece began with")
-                stop = time.monotonic() - began > args.seconds
-            if stop:
-                break
-        feed.close()
-        if stop:
+    trainer = build(torch.device(args.device))
+    step = saved.restore(trainer, args.out)
+    if args.begin:
+        if step:
+            raise SystemExit(f"{args.out} has a run of {step} steps: --begin is for a new one")
+        trainer.masters.take(Checkpoint.open(args.begin))
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    with (args.out / "log.jsonl").open("a", encoding="utf-8") as file:
+        log = Log(file)
+        log.step = step
+        log.write(
+            parameters=sum(p.numel() for p in trainer.masters.values.values()),
+            of=sum(phase.steps for phase in plan.PHASES),
+            seed=plan.SEED,
+            device=torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu",
+            torch=torch.__version__,
+            python=platform.python_version(),
+            begin=str(args.begin or ""),
+        )
+        feeds: list[Feed] = []
+        try:
+            _phases(trainer, args, log, feeds, ended)
+        finally:
             for feed in feeds:
                 feed.close()
-            break
-    write(done=step >= total, **evaluate(trainer, config.index_topk))
-    save_masters(trainer, args.out, step)
-    if args.state:
-        torch.save([optimizer.state_dict() for optimizer in trainer.optimizers], args.state)
-    log.close()
+            signal.signal(signal.SIGTERM, before)
+        saved.save(trainer, args.out, log.step)
+        log.write(done=log.step >= sum(phase.steps for phase in plan.PHASES), **evaluate(trainer, trainer.config.index_topk))
+    return log.step
+
+
+def _phases(trainer: Trainer, args: argparse.Namespace, log: Log, feeds: list[Feed], ended: list[int]) -> None:
+    """Train from `log.step` on until the recipe, the time or the patience of whoever sent SIGTERM ends."""
+    phases, corpus = list(position(log.step)), args.data / "corpus.bin"
+    for number, (phase, done) in enumerate(phases):
+        if len(feeds) == number:
+            feeds.append(Feed(plan.SEED, phase, corpus, done, args.workers))
+        for at in range(done, phase.steps):
+            if at == max(done, phase.steps - FEED_AHEAD) and number + 1 < len(phases):
+                feeds.append(Feed(plan.SEED, phases[number + 1][0], corpus, 0, args.workers))
+            _step(trainer, phase, feeds[number], log)
+            if log.step % SAVE_EVERY == 0:
+                saved.save(trainer, args.out, log.step)
+            if log.step % EVALUATE_EVERY == 0:
+                log.write(phase=phase.name, **evaluate(trainer, phase.topk))
+            if ended or log.seconds > args.seconds:
+                return
+        feeds[number].close()
+
+
+def _step(trainer: Trainer, phase: plan.Phase, feed: Feed, log: Log) -> None:
+    began = time.monotonic()
+    rows = feed.take()
+    waited = time.monotonic() - began
+    loss, index_loss, trained = trainer.backward(rows, phase.topk, bounded=phase.bounded, index_weight=phase.index_weight)
+    norm = trainer.update(plan.rate(log.step))
+    log.step += 1
+    if log.step % LOG_EVERY == 0:  # reading a figure waits for the device
+        figures = {"loss": round(float(loss), 4), "index": round(float(index_loss), 4), "norm": round(float(norm), 3), "trained": trained}
+        log.write(phase=phase.name, waited=round(waited, 3), **figures)
+        if not math.isfinite(figures["loss"]):
+            raise SystemExit(f"the loss is {figures['loss']} at step {log.step}; the state saved last is from before")
 
 
 def evaluate(trainer: Trainer, topk: int) -> dict[str, Any]:
@@ -185,12 +145,12 @@ def evaluate(trainer: Trainer, topk: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that `make demo-data` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="masters, progress and log; read to go on")
-    parser.add_argument("--begin", type=Path, help="checkpoint folder whose weights to begin with, instead of random ones")
-    parser.add_argument("--state", type=Path, help="file for the optimisers' state")
-    parser.add_argument("--seconds", type=float, default=3e5, help="end the piece after about this long")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run: state and log; read to go on")
+    parser.add_argument("--begin", type=Path, help="checkpoint folder whose weights a new run begins with, instead of random ones")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end the piece after about this long")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make data")
+    cores = os.cpu_count() or 2
+    parser.add_argument("--workers", type=int, default=max(1, cores - 2), help="processes that make data; changes nothing else")
     train(parser.parse_args())
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from forebay.model.checkpoint import Weights
 from forebay.model.config import ModelConfig
 from forebay.model.demo.train.batches import Shape, TrainBatch, all_rows, answer_rows
-from forebay.model.demo.train.dense import DenseMemory
+from forebay.model.demo.train.dense import TrainMemory
 from forebay.model.demo.train.masters import MasterLoader, Masters
 from forebay.model.demo.train.optimizer import optimizers
 from forebay.model.demo.train.stream import Packed
@@ -48,7 +48,7 @@ class Trainer:
         self.optimizers = optimizers(self.masters.values, lr, weight_decay)
         self._shapes: dict[tuple[int, int], Shape] = {}
 
-    def batch(self, rows: Sequence[Packed], topk: int, *, quantised: bool = True, with_loss: bool = True) -> tuple[TrainBatch, DenseMemory]:
+    def batch(self, rows: Sequence[Packed], topk: int, *, with_loss: bool = True) -> tuple[TrainBatch, TrainMemory]:
         """Packed rows of one length as what the network takes."""
         self.masters.renew()
         length = len(rows[0].tokens)
@@ -56,7 +56,7 @@ class Trainer:
         if key not in self._shapes:
             self._shapes[key] = Shape.make(*key, self.config.sliding_window, self.device)
         emphasis = torch.from_numpy(_emphasis(rows)).to(self.device) if with_loss else None
-        memory = DenseMemory(self.config, length, topk, quantised=quantised, emphasis=emphasis)
+        memory = TrainMemory(self.config, length, topk, emphasis=emphasis)
         tokens = torch.from_numpy(np.stack([row.tokens for row in rows]).astype(np.int64)).to(self.device, non_blocking=True)
         depth = self.config.engram_max_ngram_size - 1
         return self._shapes[key].batch(tokens, memory, self.config.sliding_window, depth), memory
@@ -72,14 +72,14 @@ class Trainer:
         return hidden.index_select(0, place), torch.from_numpy(target).to(self.device), torch.from_numpy(weight).to(self.device)
 
     def backward(
-        self, rows: Sequence[Packed], topk: int, *, bounded: bool, index_weight: float, share: float = 1.0
+        self, rows: Sequence[Packed], topk: int, *, bounded: bool, index_weight: float
     ) -> tuple[Tensor, Tensor, int]:
-        """Add the gradients of one batch, times `share`; -> loss, index loss (on the device), trained tokens."""
+        """Add the gradients of one batch; -> loss, index loss (on the device), trained tokens."""
         batch, memory = self.batch(rows, topk)
         hidden, target, weight = self.hidden(batch, rows, bounded=bounded)
         loss = self._cross_entropy(hidden, target, weight)
         index_loss = memory.index_loss()
-        ((loss + index_weight * index_loss) * share).backward()
+        (loss + index_weight * index_loss).backward()
         return loss.detach(), index_loss.detach(), target.numel()
 
     def update(self, scale: float) -> Tensor:
