@@ -54,7 +54,8 @@ def boundaries(blocks: int, count: int, least: int) -> list[int] | None:
 class Asker:
     """One model in one mode (`quality_modes.running`).
 
-    Requests of one group share the beginning of their prompts through the cache. A mode without boundaries resumes by exact replay, so that
+    Requests of one group share the beginning of their prompts through the cache, and no more than what all of them share: some may go on
+    alike for a whole block, which the first of them leaves in the cache with a replay more behind it. A mode without boundaries resumes by exact replay, so that
     every answer equals that of a prompt computed from scratch. One with k of them grows the common beginning in k steps, each a request
     that ends at a block boundary and resumes where the one before ended, and the question is the last resume.
     """
@@ -67,8 +68,11 @@ class Asker:
         self.size, self.least = layout.block_tokens, least_hit_blocks(layout.window, layout.block_tokens)
         self._salts = itertools.count()
 
-    def ask(self, groups: Sequence[Sequence[Conversation]]) -> list[list[Answer] | None]:
+    def ask(self, groups: Sequence[Sequence[Conversation]], limit: int | None = None) -> list[list[Answer] | None]:
         """Answers to every conversation of every group, greedy; None for a group whose prompts are too short for the mode's boundaries.
+
+        Args:
+            limit: most tokens of an answer; None for as many as `limit` gives each conversation.
 
         Raises:
             QualityError: an answer does not rest on as many replays as it should.
@@ -77,7 +81,7 @@ class Asker:
         found: list[list[Answer] | None] = []
         wave: list[_Group] = []
         for conversations in groups:
-            group = self._group(conversations)
+            group = self._group(conversations, limit)
             if wave and sum(known.tokens for known in wave) + group.tokens > room:
                 found += self._run(wave)
                 wave = []
@@ -104,27 +108,29 @@ class Asker:
                 self._expect(output, step)
         return [at is not None for at in places]
 
-    def request(self, ids: Sequence[int], params: SamplingParams, salt: str, prompt: EncodedPrompt | None = None) -> Request:
-        """A request that resumes as the mode says."""
+    def request(
+        self, ids: Sequence[int], params: SamplingParams, salt: str, prompt: EncodedPrompt | None = None, shared: int | None = None
+    ) -> Request:
+        """A request that resumes as the mode says, on no more than the first `shared` tokens."""
         replay: ReplayMode = "bounded" if self.mode.boundaries else "exact"
-        return Request(ids, params, prompt=prompt, prefill=self.mode.prefill, replay=replay, salt=salt)
+        return Request(ids, params, prompt=prompt, prefill=self.mode.prefill, replay=replay, salt=salt, resume_at_most=shared)
 
     def salt(self) -> str:
         """A tenant of its own, which shares nothing with what was computed before."""
         return f"quality {self.mode.name} {next(self._salts)}"
 
-    def _group(self, conversations: Sequence[Conversation]) -> _Group:
-        prompts = [self.codec.encode(c.body) for c in conversations]
-        ids = [prompt.token_ids for prompt in prompts]
-        shared = min(_shared(ids[0], other) for other in ids[1:]) if len(ids) > 1 else len(ids[0]) - 1
-        limits = [self._limit(c) for c in conversations]
-        return _Group(prompts, limits, ids[0][: shared // self.size * self.size], self.salt(), self.size)
-
-    def _limit(self, conversation: Conversation) -> int:
+    def limit(self, conversation: Conversation) -> int:
         """Room for an answer half as long again as the reference's, and some."""
         text = json.dumps(conversation.answer, ensure_ascii=False)
         least, most = ANSWER_TOKENS
         return min(most, least + len(self.llm.tokenizer.encode(text)) * 3 // 2)
+
+    def _group(self, conversations: Sequence[Conversation], limit: int | None) -> _Group:
+        prompts = [self.codec.encode(c.body) for c in conversations]
+        ids = [prompt.token_ids for prompt in prompts]
+        shared = min(_shared(ids[0], other) for other in ids[1:]) if len(ids) > 1 else len(ids[0]) - 1
+        limits = [self.limit(c) if limit is None else limit for c in conversations]
+        return _Group(prompts, limits, ids[0][: shared // self.size * self.size], self.salt(), self.size)
 
     def _run(self, wave: Sequence[_Group]) -> list[list[Answer] | None]:
         # A lone prompt without boundaries has nobody to share its beginning with.
@@ -135,7 +141,7 @@ class Asker:
         for group in asked:
             for prompt, limit in zip(group.prompts, group.limits, strict=True):
                 params = SamplingParams(temperature=0.0, max_tokens=limit)
-                requests.append(self.request(prompt.token_ids, params, group.salt, prompt))
+                requests.append(self.request(prompt.token_ids, params, group.salt, prompt, len(group.shared)))
         outputs = iter(self.llm.run(requests))
         found: list[list[Answer] | None] = []
         for group in wave:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from forebay.engine.quality_ask import QualityError
 from forebay.model.chat import ChatCodec
 from forebay.model.demo.tasks import TASKS, Conversation, Effort, Options, check, check_arguments
-from forebay.model.demo.tasks.filler import sentence
 
-QUESTIONS = 20  # most questions about one text
+QUESTIONS = 10  # most questions about one text
 TOKENS_PER_QUESTION = 200  # of the text
 EFFORT: Effort = 75  # what a request that names none gets
+HELD_OUT = "held_out.txt"
 DOCUMENT_END = "\f"  # between the documents of held_out.txt
-SENTENCES = 1500  # of generated prose where there is no file
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,21 @@ def demo_exercises() -> Exercises:
 
 @cache
 def _prose() -> tuple[str, ...]:
-    file = files("forebay.model.demo.tasks") / "held_out.txt"
-    if file.is_file():
-        return tuple(text.strip("\n") for text in file.read_text("utf-8").split(DOCUMENT_END) if text.strip())
-    rng = random.Random("held out")
-    return tuple(" ".join(sentence(rng) for _ in range(SENTENCES // 10)) for _ in range(10))
+    file = files("forebay.model.demo.tasks") / HELD_OUT
+    if not file.is_file():
+        raise QualityError(f"there is no held-out prose: {file} is missing")
+    found = tuple(text.strip("\n") for text in file.read_text("utf-8").split(DOCUMENT_END) if text.strip())
+    if not found:
+        raise QualityError(f"there is no held-out prose: {file} is empty")
+    return found
 
 
 def held_out_prose() -> list[str]:
-    """Documents that training never saw."""
+    """Documents that training never saw.
+
+    Raises:
+        QualityError: the package lacks them. Other prose would give figures that mean something else.
+    """
     return list(_prose())
 
 
@@ -62,24 +70,34 @@ def single(exercises: Exercises, task: str, count: int, seed: int, *, effort: Ef
     return [exercises.draw(task, rng, options) for _ in range(count)]
 
 
-def recall_groups(exercises: Exercises, codec: ChatCodec, length: int, count: int, seed: int) -> list[list[Conversation]]:
-    """At least `count` questions about held-out texts, by text. The prompts of one text begin alike and have about `length` tokens."""
-    questions = max(1, min(QUESTIONS, length // TOKENS_PER_QUESTION, count))
-    groups = []
-    for number in range(-(-count // questions)):
-        options = Options(length=length, effort=EFFORT, held_out=True, questions=questions)
-        groups.append(_asked(exercises, codec, options, f"{seed} recall {length} {number}"))
-    return groups
+def questions_by_text(length: int, count: int, least: int) -> list[int]:
+    """How many of `count` questions are asked about each text of `length` tokens: as evenly as can be, about `least` texts or more."""
+    texts = min(count, max(least, -(-count // questions_in(length))))
+    return [count // texts + (number < count % texts) for number in range(texts)]
 
 
-def _asked(exercises: Exercises, codec: ChatCodec, options: Options, seed: str) -> list[Conversation]:
-    """The questions of one text. It is drawn twice: the first time shows by how much the prompt of a single question is too short."""
-    assert options.length is not None
-    group = apart(exercises.draw("recall", random.Random(seed), options), options.questions)
-    short = options.length - len(codec.encode(group[0].body).token_ids)
+def questions_in(length: int) -> int:
+    """How many questions a text is drawn with; whether all of them are asked or not, the text is the same."""
+    return max(1, min(QUESTIONS, length // TOKENS_PER_QUESTION))
+
+
+def recall_text(exercises: Exercises, codec: ChatCodec, length: int, number: int, seed: int) -> list[Conversation]:
+    """All questions about a held-out text. Their prompts begin alike and have about `length` tokens.
+
+    It is drawn twice: the first time shows by how much the prompt of a single question is too short.
+    """
+    options = Options(length=length, effort=EFFORT, held_out=True, questions=questions_in(length))
+    drawn = f"{seed} recall {length} {number}"
+    group = apart(exercises.draw("recall", random.Random(drawn), options), options.questions)
+    short = length - len(codec.encode(group[0].body).token_ids)
     if options.questions > 1 and short > 0:
-        group = apart(exercises.draw("recall", random.Random(seed), replace(options, length=options.length + short)), options.questions)
+        group = apart(exercises.draw("recall", random.Random(drawn), replace(options, length=length + short)), options.questions)
     return group
+
+
+def item_key(text: int, conversation: Conversation) -> str:
+    """Tells a question from others of the same plan; the same in every mode."""
+    return f"{text} {zlib.crc32(json.dumps(conversation.body, sort_keys=True).encode()):08x}"
 
 
 def apart(conversation: Conversation, questions: int) -> list[Conversation]:

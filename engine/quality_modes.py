@@ -76,7 +76,7 @@ class ShuffledMemory(CacheMemory):
         return chosen
 
 
-class DenseMemory(CacheMemory):
+class EveryEntryMemory(CacheMemory):
     """Every visible entry is attended to, as with an `index_topk` that nothing exceeds."""
 
     def choose(self, indexer: Indexer, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
@@ -145,7 +145,7 @@ REPLAYED = tuple(
     for k in BOUNDARIES
 )
 WIDE = Mode("bf16 KV", "the default with entries, index keys and windows in bf16", memory=wide_memory)
-DENSE = Mode("dense", "the default with every visible entry attended to", memory=lambda served, _: DenseMemory(**_parts(served)))
+DENSE = Mode("dense", "the default with every visible entry attended to", memory=lambda served, _: EveryEntryMemory(**_parts(served)))
 WINDOW_ONLY = Mode("window only", "the default without global attention", memory=lambda served, _: WindowOnlyMemory(**_parts(served)))
 SHUFFLED = Mode("shuffled", "the default with random entries selected", memory=lambda served, _: ShuffledMemory(**_parts(served)))
 MODES = (EXACT, BOUNDED, *REPLAYED, WIDE, DENSE, WINDOW_ONLY, SHUFFLED)

@@ -156,7 +156,7 @@ class Scheduler:
             sequence.tokens,
             prompt_tokens=sequence.prompt_tokens,
             reuse=self._reuses(sequence),
-            at_most=first.resume if first is not None else None,
+            at_most=first.resume if first is not None else sequence.request.resume_at_most,
             policy=policy,
             offer=offer,
         )
@@ -236,7 +236,8 @@ class Scheduler:
             return
         size, first, chain = self.manager.layout.block_tokens, sequence.first_plan, sequence.cache.chain
         chain.extend(sequence.tokens)
-        upto = (sequence.prompt_tokens - 1 if first is None else first.resume) // size
+        most = sequence.request.resume_at_most if first is None else first.resume
+        upto = (sequence.prompt_tokens - 1 if most is None else min(sequence.prompt_tokens - 1, most)) // size
         keys = chain.keys[:upto]
         held = len(self.manager.index.match(keys, sequence.policy.max_lineage))
         live = [known.boundary for known in self._live_windows(sequence) if not known.lineage]  # for others Redis may have a better one

@@ -140,7 +140,7 @@ class Request:
 
     `prefill`, `replay` and `max_lineage` override the engine's. `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is
     the chat encoding when there is one. Requests with the same `share` are choices of one prompt: those that arrive before the first has
-    its first token share its prefill.
+    its first token share its prefill. `resume_at_most` is for measurements: no more tokens than these are taken from the cache.
     """
 
     prompt_ids: Sequence[int]
@@ -153,6 +153,7 @@ class Request:
     salt: str = ""
     priority: int = 0
     share: str | None = None
+    resume_at_most: int | None = None
     arrived: float = field(default_factory=time.monotonic)
 
 

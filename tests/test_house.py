@@ -91,9 +91,15 @@ def test_built_packages_hold_the_rooms(repository: Path, tmp_path: Path) -> None
         archive_names = {member.name for member in archive.getmembers() if member.isfile()}
     wanted = {f"forebay/{file.relative_to(repository).as_posix()}" for room in ROOMS for file in (repository / room).rglob("*.py")}
     wanted |= {"forebay/py.typed", "forebay/__init__.py"}
-    wanted |= {f"forebay/{name}" for name in checkpoint}
+    tasks = repository / "model" / "demo" / "tasks"
+    data = [file.relative_to(repository).as_posix() for ending in ("*.txt", "*.json") for file in tasks.glob(ending)]
+    assert len(data) >= 4
+    wanted |= {f"forebay/{name}" for name in (*checkpoint, *data)}
     assert wanted <= wheel_names
     assert {f"forebay-{forebay.__version__}/src/{name}" for name in wanted} <= archive_names
+    licences = {"LICENSE", "NOTICE", *(f"LICENSES/{file.name}" for file in (repository / "LICENSES").iterdir())}
+    assert {f"forebay-{forebay.__version__}.dist-info/licenses/{name}" for name in licences} <= wheel_names
+    assert {f"forebay-{forebay.__version__}/{name}" for name in licences} <= archive_names
     assert not [name for name in wheel_names if not name.startswith("forebay")]
     _serves_from(tmp_path / "site")
 
@@ -124,3 +130,19 @@ def test_licence_is_apache_2(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["license"] == "Apache-2.0"
     assert "Apache License" in (repository / "LICENSE").read_text("utf-8")[:200]
+
+
+def test_notice_covers_what_derives_from_the_works_of_others(repository: Path) -> None:
+    """NOTICE names the derived files and has the notices; the licences have their terms; README leads to both."""
+    notice, readme = ((repository / name).read_text("utf-8") for name in ("NOTICE", "README.md"))
+    for name in ("tasks/filler.txt", "tasks/held_out.txt", "checkpoint/tokenizer.json", "checkpoint/*.safetensors"):
+        assert f"\nmodel/demo/{name}\n    From " in notice
+        assert list((repository / "model" / "demo").glob(name))
+    for name, copyright, clause in (
+        ("Python-3.11.2.txt", "Copyright © 2001-2023 Python Software Foundation", "a brief summary of the changes made to Python"),
+        ("WordNet-3.0.txt", "WordNet 3.0 Copyright 2006 by Princeton University.", 'THIS SOFTWARE AND DATABASE IS PROVIDED "AS IS"'),
+    ):
+        licence = " ".join((repository / "LICENSES" / name).read_text("utf-8").split())
+        assert copyright in licence and clause in licence
+        assert copyright in notice and f"LICENSES/{name}" in notice
+    assert "[NOTICE](NOTICE)" in readme and "[LICENSES](LICENSES)" in readme

@@ -3,9 +3,10 @@
 Weights stay as stored (FP8 tiles, MXFP4 groups, bf16). To multiply, a weight is widened to fp32 one column tile at a time; widened tiles
 are kept in a `TileCache` of bounded size, least recently used first out, so a checkpoint needs about its own size in memory.
 
-Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE`
-rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever
-shares the step. Few rows are padded to a smaller tile where that one is found to give the same bits (`least_tile`).
+Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has the bits of one of
+exactly `ROW_TILE` rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the
+same code whoever shares the step. Few rows are padded to a smaller tile, and many go in larger ones, where those are found to give the
+same bits (`least_tile`, `row_runs`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from forebay.model.ops import formats
 
 ROW_TILE = 16
 SMALL_TILES = (4, 8)  # rows that a product of few rows may be padded to instead
+LARGE_TILES = (128, 64, 32)  # rows that a product of many may take at once instead
 COLUMN_TILE_BYTES = 32 << 20  # fp32 bytes of one widened column tile
 GROUP = formats.GROUP
 
@@ -95,8 +97,8 @@ class Weight:
             stop = min(start + self.column_tile, self.out_features)
             w = self.tile(start, stop)
             target = out[:, start:stop]
-            for row in range(0, full, step):
-                torch.mm(x[row : row + step], w, out=target[row : row + step])
+            for first, last in row_runs(full, step, self.in_features, stop - start, torch.get_num_threads()):
+                torch.mm(x[first:last], w, out=target[first:last])
             if tail is not None:
                 target[full:] = torch.mm(tail, w)[: rows - full]
         return out
@@ -165,22 +167,40 @@ class StackedWeight(Weight):
 
 
 @cache
-def least_tile(rows: int, full: int, width: int, out: int, threads: int) -> int:
-    """To how many rows a CPU product of `rows` rows is padded: the least of `SMALL_TILES` with the bits of a tile of `full`, or `full`.
+def same_bits(tile: int, full: int, width: int, out: int, threads: int) -> bool:
+    """Whether a row of a CPU product of `tile` rows by [width, out] comes out as in one of `full` rows.
 
     Which shapes share a kernel is BLAS's secret and differs between machines and numbers of threads, so it is tried out, once for each
-    shape [width, out] of a weight. Sums of random numbers in another order would differ in many of the bits that are compared.
+    shape of a weight. Sums of random numbers in another order would differ in many of the bits that are compared.
     """
     numbers = torch.Generator().manual_seed(width * out + full)
+    for _ in range(3):
+        x, w = torch.randn((max(tile, full), width), generator=numbers), torch.randn((width, out), generator=numbers)
+        one, other = (torch.cat([torch.mm(part, w) for part in x.split(rows)]) for rows in (tile, full))
+        if not torch.equal(one, other):
+            return False
+    return True
+
+
+@cache
+def least_tile(rows: int, full: int, width: int, out: int, threads: int) -> int:
+    """To how many rows a CPU product of `rows` rows is padded: the least of `SMALL_TILES` with the bits of a tile of `full`, or `full`."""
     for tile in SMALL_TILES:
-        if rows <= tile < full and full % tile == 0:
-            for _ in range(3):
-                x, w = torch.randn((full, width), generator=numbers), torch.randn((width, out), generator=numbers)
-                if not torch.equal(torch.cat([torch.mm(part, w) for part in x.split(tile)]), torch.mm(x, w)):
-                    break
-            else:
-                return tile
+        if rows <= tile < full and full % tile == 0 and same_bits(tile, full, width, out, threads):
+            return tile
     return full
+
+
+@cache
+def row_runs(rows: int, full: int, width: int, out: int, threads: int) -> list[tuple[int, int]]:
+    """How `rows` rows, a multiple of `full`, are split into CPU products: the largest tiles first that have the bits of tiles of `full`."""
+    runs, first = [], 0
+    for tile in (*LARGE_TILES, full):
+        if tile == full or (full < tile <= rows - first and tile % full == 0 and same_bits(tile, full, width, out, threads)):
+            while first + tile <= rows:
+                runs.append((first, first + tile))
+                first += tile
+    return runs
 
 
 @cache

@@ -1,6 +1,8 @@
 """Prose that fills long contexts: sentences written by a small grammar, and sentences of the Python documentation.
 
-`filler.txt` holds the latter (Copyright Python Software Foundation, PSF License Version 2), one a line; `train/corpus.py` chose them.
+`filler.txt` holds the latter, one a line; `train/corpus.py` chose them among all documents, the held-out ones included. They are Copyright
+Python Software Foundation, PSF License Version 2 (NOTICE and LICENSES/ of the project). `held_out.txt` beside it has no document with one
+of them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """The corpus of the demo: `python -m forebay.model.demo.train.corpus OUT_DIR`, on a Debian machine with its package archive in reach.
 
-Plain text from two documentation packages (SOURCES), cleaned of markup. Packages are fetched by name and unpacked under OUT_DIR, nothing is
-installed. Writes
+Plain text from two documentation packages (SOURCES), cleaned of markup. Packages are fetched by name and unpacked under OUT_DIR, each version
+into a folder of its own, nothing is installed. Writes
 
-    texts.jsonl     one document a line, as a JSON string
-    corpus.bin      uint16 tokens of the demo's tokenizer, each document between begin and end of sentence
-    held_out.bin    the same of the 2 % of documents that training never sees
+    texts.jsonl     one document a line, as a JSON string, held-out ones included
+    corpus.bin      uint16 tokens of the demo's tokenizer, each document between begin and end of sentence, without the held-out 2 %
     sources.json    versions of the packages as found
 
-`--filler` also writes anew `tasks/filler.txt`, the sentences that the recall task uses, and `tasks/held_out.txt`, held-out documents for
-the quality bench.
+`--filler` also writes anew `tasks/filler.txt`, the sentences that fill long contexts, and `tasks/held_out.txt`, held-out documents for the
+quality bench. Both are part of the published demo, whose network was trained with this filler.
+
+What "held out" means: no piece of a held-out document is in corpus.bin. Two things are drawn from all documents all the same: the tokenizer's
+sample has a third of the held-out ones (8 of the 19 in held_out.txt), which decided about merges and no weights; and 21 of the 1,600
+sentences of filler.txt occur only in held-out documents, so that training sees them singly. Documents with such a sentence are not in
+held_out.txt.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from forebay.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """A Debian package, the upstream version that the published network was trained with, its licence, and what is used of it."""
+    """A Debian package, the upstream version that the published network was trained with, its licence (texts of both in LICENSES/), and what is
+    used of it."""
 
     package: str
     version: str
@@ -55,10 +60,19 @@ ROLE = re.compile(r":[a-z:+-]+:`[!~]?([^`<]*?)(?: ?<[^`>]*>)?`")
 LINK = re.compile(r"`([^`<]*?) ?<[^`>]*>`_+")
 
 
-def fetch(folder: Path) -> dict[str, str]:
-    """Fetch and unpack the packages into `folder`/root; gives their exact versions."""
-    root = folder / "root"
-    versions = {}
+def archive_name(package: str, version: str) -> str:
+    """The file that apt downloads for this version of a package without machine code."""
+    return f"{package}_{version.replace(':', '%3a')}_all.deb"
+
+
+def fetch(folder: Path) -> tuple[dict[str, str], list[Path]]:
+    """Fetch the packages into `folder` and unpack each version into a folder of its own, so that versions do not mix.
+
+    Returns:
+        exact versions by package.
+        where each of SOURCES is unpacked.
+    """
+    versions, roots = {}, []
     for source in SOURCES:
         policy = subprocess.run(["apt-cache", "policy", source.package], check=True, capture_output=True, text=True).stdout
         found = re.search(r"Candidate: (\S+)", policy)
@@ -67,23 +81,32 @@ def fetch(folder: Path) -> dict[str, str]:
         versions[source.package] = found[1]
         if not found[1].startswith(source.version):
             print(f"{source.package} is {found[1]}, the published network was trained with {source.version}")
-        if not list(folder.glob(f"{source.package}_*.deb")):
-            subprocess.run(["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", source.package], cwd=folder, check=True)
-        for archive in folder.glob(f"{source.package}_*.deb"):
-            subprocess.run(["dpkg-deb", "-x", str(archive), str(root)], check=True)
-    return versions
+        archive = folder / archive_name(source.package, found[1])
+        if not archive.exists():
+            wanted = f"{source.package}={found[1]}"
+            subprocess.run(["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", wanted], cwd=folder, check=True)
+        roots.append(archive.with_suffix(""))
+        subprocess.run(["dpkg-deb", "-x", str(archive), str(roots[-1])], check=True)
+    return versions, roots
 
 
 def documentation(root: Path) -> Iterator[str]:
     """Sections of the Python documentation as plain text."""
-    base = next(iter(sorted(root.glob("usr/share/doc/python3*/html/_sources"))))
+    base = next(iter(sorted(root.glob("usr/share/doc/python3*/html/_sources"))), None)
+    if base is None:
+        raise SystemExit(f"no sources of the Python documentation in {root} (looked for usr/share/doc/python3*/html/_sources)")
     for chapter in CHAPTERS:
         for file in sorted((base / chapter).rglob("*.txt")):
             yield from sections(file.read_text("utf-8"))
 
 
 def sections(text: str) -> Iterator[str]:
-    """Documents of one reST file: paragraphs without markup, cut where a heading stands and where they get long."""
+    """Documents of one reST file: paragraphs without markup, cut where a heading stands and where they get long.
+
+    Left out are directives (their first paragraph: a body after an empty line goes on as text), fields without arguments, simple tables, line
+    blocks, lines over titles, and documents of at most 200 characters. Roles and links leave their text, literals single backquotes, strong
+    text its words. *Emphasis*, grid tables (their rows joined) and fields with arguments stay: the published network was trained with them.
+    """
     text = HEADING.sub(lambda m: f"\n\n\0{m[1]}\n\n", text)
     text = LINK.sub(r"\1", ROLE.sub(r"\1", text)).replace("``", "`").replace("**", "")
     document: list[str] = []
@@ -136,7 +159,7 @@ def definitions(root: Path) -> Iterator[str]:
 
 
 def filler(root: Path) -> list[str]:
-    """Plain sentences of the documentation."""
+    """Plain sentences of the documentation, held-out documents included."""
     found = set()
     for document in documentation(root):
         for paragraph in document.split("\n\n"):
@@ -166,16 +189,14 @@ def texts(folder: Path) -> Iterator[str]:
 
 
 def tokenise(folder: Path, served: Tokenizer) -> None:
-    """Write corpus.bin and held_out.bin."""
-    parts: tuple[list[int], list[int]] = ([], [])
-    documents = list(texts(folder))
+    """Write corpus.bin: all documents but every `HELD_OUT`th."""
+    documents = [text for i, text in enumerate(texts(folder), 1) if i % HELD_OUT]
     assert served.bos_id is not None and served.eos_id is not None
-    for i, ids in enumerate(served.encode_many(documents)):
-        parts[i % HELD_OUT == HELD_OUT - 1].extend([served.bos_id, *ids, served.eos_id])
-    for name, part in zip(("corpus.bin", "held_out.bin"), parts, strict=True):
-        np.array(part, dtype=np.uint16).tofile(folder / name)
-        print(f"{name}: {len(part)} tokens")
-    print(f"{sum(len(text.encode()) for text in documents) / (len(parts[0]) + len(parts[1])):.2f} bytes per token")
+    tokens: list[int] = []
+    for ids in served.encode_many(documents):
+        tokens += [served.bos_id, *ids, served.eos_id]
+    np.array(tokens, dtype=np.uint16).tofile(folder / "corpus.bin")
+    print(f"corpus.bin: {len(tokens)} tokens, {sum(len(text.encode()) for text in documents) / len(tokens):.2f} bytes per token")
 
 
 def main() -> None:
@@ -186,17 +207,16 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    versions = fetch(folder)
+    versions, (python, wordnet) = fetch(folder)
     (folder / "sources.json").write_text(json.dumps(versions, indent=1) + "\n")
-    root = folder / "root"
-    documents = [*documentation(root), *definitions(root)]
+    documents = [*documentation(python), *definitions(wordnet)]
     random.Random(3).shuffle(documents)
     with (folder / "texts.jsonl").open("w", encoding="utf-8") as out:
         for document in documents:
             out.write(json.dumps(document, ensure_ascii=False) + "\n")
     print(f"{len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} million characters")
     if options.filler:
-        target, sentences = Path(__file__).parent.parent / "tasks", filler(root)
+        target, sentences = Path(__file__).parent.parent / "tasks", filler(python)
         (target / "filler.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
         (target / "held_out.txt").write_text(held_out(documents, sentences), encoding="utf-8")
     if not options.texts_only:
