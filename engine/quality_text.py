@@ -145,9 +145,14 @@ def _mean(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def plain_loss(llm: LLM, ids: Sequence[int], skip: frozenset[int]) -> tuple[float, int]:
-    """Summed negative log-probability in nats, and number, of the tokens of a text read from its start, in pieces of `PIECE` tokens."""
-    total, count = 0.0, 0
+def plain_loss(llm: LLM, ids: Sequence[int], skip: frozenset[int]) -> tuple[float, int, int]:
+    """Summed negative log-probability in nats, number, and bytes of the tokens of a text read in pieces of `PIECE` tokens.
+
+    Neither the first token of a piece nor those in `skip` are predicted, and their bytes are not counted. The end of a document is
+    predicted and has no bytes.
+    """
+    total, count, written = 0.0, 0, 0
+    silent = llm.tokenizer.silent_ids
     for first in range(0, len(ids), PIECE):
         piece = list(ids[first : first + PIECE])
         if len(piece) < 2:
@@ -157,4 +162,5 @@ def plain_loss(llm: LLM, ids: Sequence[int], skip: frozenset[int]) -> tuple[floa
         counted = torch.tensor([token not in skip for token in piece[1:]])
         total -= float(scores.gather(1, told.unsqueeze(1)).squeeze(1)[counted].double().sum())
         count += int(counted.sum())
-    return total, count
+        written += sum(len(llm.tokenizer.token_bytes(token)) for token in piece[1:] if token not in skip and token not in silent)
+    return total, count, written

@@ -1,7 +1,7 @@
 """The corpus of the demo: `python -m forebay.model.demo.train.corpus OUT_DIR`, on a Debian machine with its package archive in reach.
 
-Plain text from two documentation packages (SOURCES), cleaned of markup. Packages are fetched by name and unpacked under OUT_DIR, each version
-into a folder of its own, nothing is installed. Writes
+Plain text from two documentation packages (SOURCES), cleaned of markup. Packages are fetched by name and unpacked under OUT_DIR, each
+version into a folder of its own, nothing is installed. Writes
 
     texts.jsonl     one document a line, as a JSON string, held-out ones included
     corpus.bin      uint16 tokens of the demo's tokenizer, each document between begin and end of sentence, without the held-out 2 %
@@ -10,10 +10,10 @@ into a folder of its own, nothing is installed. Writes
 `--filler` also writes anew `tasks/filler.txt`, the sentences that fill long contexts, and `tasks/held_out.txt`, held-out documents for the
 quality bench. Both are part of the published demo, whose network was trained with this filler.
 
-What "held out" means: no piece of a held-out document is in corpus.bin. Two things are drawn from all documents all the same: the tokenizer's
-sample has a third of the held-out ones (8 of the 19 in held_out.txt), which decided about merges and no weights; and 21 of the 1,600
-sentences of filler.txt occur only in held-out documents, so that training sees them singly. Documents with such a sentence are not in
-held_out.txt.
+What "held out" means: corpus.bin, from which training takes its prose, has no held-out document. Two things are drawn from all documents
+all the same. The tokenizer's sample has a third of the held-out ones (8 of the 19 in held_out.txt): they had a say in its merges. And 21
+of the 1,600 sentences of filler.txt occur only in held-out documents, so that training sees them one by one; documents with such a
+sentence are not in held_out.txt.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from forebay.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Source:
-    """A Debian package, the upstream version that the published network was trained with, its licence (texts of both in LICENSES/), and what is
-    used of it."""
+    """A Debian package, the upstream version that the published network was trained with, its licence (its text is in LICENSES/), and
+    what is used of it."""
 
     package: str
     version: str
@@ -103,9 +103,10 @@ def documentation(root: Path) -> Iterator[str]:
 def sections(text: str) -> Iterator[str]:
     """Documents of one reST file: paragraphs without markup, cut where a heading stands and where they get long.
 
-    Left out are directives (their first paragraph: a body after an empty line goes on as text), fields without arguments, simple tables, line
-    blocks, lines over titles, and documents of at most 200 characters. Roles and links leave their text, literals single backquotes, strong
-    text its words. *Emphasis*, grid tables (their rows joined) and fields with arguments stay: the published network was trained with them.
+    Left out are directives (their first paragraph: a body after an empty line is text), fields without arguments, simple tables, line
+    blocks, lines over titles, and documents of at most 200 characters. Roles and links leave their text, literals single backquotes,
+    strong text its words. *Emphasis*, grid tables (their rows joined) and fields with arguments stay: the published network was trained
+    with them.
     """
     text = HEADING.sub(lambda m: f"\n\n\0{m[1]}\n\n", text)
     text = LINK.sub(r"\1", ROLE.sub(r"\1", text)).replace("``", "`").replace("**", "")

@@ -3,9 +3,9 @@
 A byte-level BPE of 4,096 entries with the pre-tokeniser of the released model, except that every digit is a token of its own, and with
 the special tokens of its encoding (spec/chat-encoding.md §2-3). It is trained on the kinds of text that the network is trained on: rendered
 exercises without their markers, and every third document that `forebay.model.demo.train.corpus` left in DATA_DIR, held-out ones among them
-(so the quality bench's prose is new to the weights, but not all of it to the vocabulary). The result is committed and part of the checkpoint's
+(the quality bench's prose is new to the weights, but not all of it to the vocabulary). The result is committed and part of the checkpoint's
 identity: it stays as it is when tasks change. It was trained on the tasks as they were before `quote` and before recall asked for one-word
-subjects, so that a run today gives another one. Derived from others' texts: see NOTICE.
+subjects, so that a run today gives another one. It derives from texts of others: see NOTICE.
 """
 
 from __future__ import annotations
