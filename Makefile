@@ -5,7 +5,7 @@
 # make demo-data   the text that the demo network is trained on, from two Debian documentation packages (19 MB fetched, nothing installed)
 # make demo-train  trains the demo network (one GPU, about half an hour; goes on where it was stopped) and writes it to build/demo-checkpoint;
 #                  TRAIN="--seconds 500" trains for a piece
-# make demo-eval   what the demo network gets right under every approximation (about 35 minutes on 2 cores); QUALITY="--quick" for a look
+# make demo-eval   what the demo network gets right under every approximation (about half an hour on 2 cores); QUALITY="--quick" for a look
 # make clean   removes what the others made
 
 PYTHON ?= python3

@@ -43,8 +43,8 @@ DEPTHS = 5  # equal parts of a text
 COMPARE: dict[str, Callable[[float, float], bool]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 ANSWER_ROOM = 640  # tokens of the context kept for a question and its answer
 # Speeds by which the remaining time is estimated before anything is measured, tokens per second on one CPU core.
-PREFILL_SPEED, DECODE_SPEED = 1450.0, 250.0
-SLOWER = {EXACT.name: 2.3, DENSE.name: 6.0, SHUFFLED.name: 1.5}
+PREFILL_SPEED, DECODE_SPEED = 2000.0, 300.0
+SLOWER = {EXACT.name: 2.0, DENSE.name: 5.0, SHUFFLED.name: 1.2}
 
 Report = Callable[[str, float, float], None]  # what is being done; work done and work in all, in estimated seconds
 Keep = Callable[["Results"], None]  # what has been measured so far
@@ -90,14 +90,6 @@ class Plan:
             samples=samples, few=max(1, samples // 2), lengths=(512, 2048), compared=(2048,), single=(2048,), drift=2048,
             boundaries=(1, 4, 16), task_modes=(BOUNDED,), excerpts=1, prompt=1280, follows=128, plain=2048,
         )  # fmt: skip
-
-
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share of `right` in `count` > 0 trials."""
-    share, z2 = right / count, Z * Z
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count * count))
-    return min(max(0.0, middle - half), share), max(min(1.0, middle + half), share)  # rounding must not put it outside
 
 
 @dataclass
@@ -227,6 +219,7 @@ class Instrument:
         self._drawn: dict[tuple[int, int], list[Conversation]] = {}
         self._reference: list[Tensor] = []
         self._effort_limit: int | None = None
+        self._planned: set[tuple[str, int, int]] = set()
         self._recalled: dict[tuple[str, int, int], list[Score]] = {}
 
     def measure(self, parts: Iterable[str], report: Report, keep: Keep = lambda results: None) -> Results:
@@ -260,6 +253,7 @@ class Instrument:
             "text": self._text_jobs, "recall": self._recall_jobs, "drift": self._drift_jobs, "modes": self._mode_jobs,
             "tasks": self._task_jobs, "effort": self._effort_jobs,
         }  # fmt: skip
+        self._planned.clear()
         chosen = list(parts)
         if unknown := [part for part in chosen if part not in makers]:
             raise ConfigError(f"bench: --only has no part {unknown[0]!r}; the parts are {', '.join(PARTS)}")
@@ -308,6 +302,9 @@ class Instrument:
         again = 550 if mode is EXACT else 350 if not mode.boundaries else 150
         grown = 64 * mode.boundaries * 2
         cost = _seconds(mode, texts * (length + grown) + count * again, count * 35)
+        if (mode.name, length, count) in self._planned:
+            cost = 0.0
+        self._planned.add((mode.name, length, count))
         return Job(part, mode, f"{part}, {mode.name}, {length:,} tokens", cost, partial(self._recall, part, length, count))
 
     def _replayed(self) -> list[Mode]:

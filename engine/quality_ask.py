@@ -54,10 +54,10 @@ def boundaries(blocks: int, count: int, least: int) -> list[int] | None:
 class Asker:
     """One model in one mode (`quality_modes.running`).
 
-    Requests of one group share the beginning of their prompts through the cache, and no more than what all of them share: some may go on
-    alike for a whole block, which the first of them leaves in the cache with a replay more behind it. A mode without boundaries resumes by exact replay, so that
-    every answer equals that of a prompt computed from scratch. One with k of them grows the common beginning in k steps, each a request
-    that ends at a block boundary and resumes where the one before ended, and the question is the last resume.
+    Requests of one group share the beginning of their prompts through the cache, and no more than all of them do: some may go on alike for
+    another block, which the first of them leaves in the cache with one more replay behind it. A mode without boundaries resumes by exact
+    replay, so that every answer equals that of a prompt computed from scratch. One with k of them grows the common beginning in k steps,
+    each a request that ends at a block boundary and resumes where the one before ended, and the question is the last resume.
     """
 
     def __init__(self, llm: LLM, mode: Mode) -> None:

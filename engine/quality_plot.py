@@ -81,7 +81,7 @@ def _drift_recall(ax: Any, figures: dict[str, Any]) -> bool:
         return False
     if recall:
         at = [steps.index(_replays(s["mode"])) for s in recall]
-        label = f"recall, {recall[0]['length']:,} tokens (n = {recall[0]['n']})"
+        label = f"recall, about {recall[0]['length']:,} tokens (n = {recall[0]['n']}, of {recall[0]['texts']} texts)"
         ax.errorbar(at, [100 * s["share"] for s in recall], _errors(recall), color=BLUE, marker="o", capsize=3, label=label)
     if text:
         beside = [steps.index(r["boundaries"]) + 0.06 for r in text]
@@ -126,16 +126,17 @@ def _by_length(ax: Any, figures: dict[str, Any]) -> bool:
     if not scores:
         return False
     lengths = [s["length"] for s in scores]
-    label = f"all depths (n = {min(s['n'] for s in scores)} to {max(s['n'] for s in scores)})"
+    asked, texts = (sorted(s[name] for s in scores) for name in ("n", "texts"))
+    label = f"all depths (n = {asked[0]} to {asked[-1]}, of {texts[0]} to {texts[-1]} texts)"
     ax.errorbar(range(len(lengths)), [100 * s["share"] for s in scores], _errors(scores), color=BLUE, marker="o", capsize=3, label=label)
     for depth, colour in ((0, GREEN), (4, RED)):
         part = {s["length"]: s["share"] for s in _scores(figures, "recall", depth=depth)}
         at = [i for i, length in enumerate(lengths) if length in part]
         name = "facts in the first fifth" if depth == 0 else "facts in the last fifth"
         ax.plot(at, [100 * part[lengths[i]] for i in at], color=colour, linestyle=":", marker=".", label=name)
-    _places(ax, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+    _places(ax, [f"{s['mean_prompt_tokens']:,.0f}" for s in scores])
     _percent(ax, "recall, %")
-    ax.set_xlabel("tokens of the prompt, about")
+    ax.set_xlabel("tokens of a prompt, on average")
     ax.set_title("Recall by length, bounded decoder")
     ax.legend(loc="lower left", frameon=False)
     return True
@@ -176,7 +177,7 @@ def _by_mode(ax: Any, figures: dict[str, Any]) -> bool:
         names = [name for name in modes if name in found]
         at = [modes.index(name) - 0.4 + wide * (i + 0.5) for name in names]
         chosen = [found[name] for name in names]
-        ax.bar(at, [100 * s["share"] for s in chosen], wide * 0.92, color=colour, label=f"{length:,} tokens")
+        ax.bar(at, [100 * s["share"] for s in chosen], wide * 0.92, color=colour, label=f"about {length:,} tokens")
         ax.errorbar(at, [100 * s["share"] for s in chosen], _errors(chosen), fmt="none", ecolor=INK, capsize=2, linewidth=1)
     ax.set_xticks(range(len(modes)), [name.replace(" ", "\n") for name in modes], fontsize=8)
     _percent(ax, "recall, %")

@@ -182,11 +182,10 @@ class CacheMemory:
             if total <= 2 * selected.numel() and 4 * total * self.window_codes.shape[3] <= DECODED_BYTES:
                 first = seen.cumsum(0) - seen
                 span = torch.arange(len(rows.stops)).repeat_interleave(seen)
-                number = torch.arange(total) - first[span]
-                listed = (t.to(selected.device) for t in (span, number.unsqueeze(1)))
-                entries = functional.pad(self.main_entries(plan.kv_source, plan.ratio, *listed, state).squeeze(1), (0, 0, 0, 1))
-                offset = first.to(selected.device)[rows.sequence].unsqueeze(1)
-                places = torch.where(selected >= 0, selected + offset, total)
+                each = (torch.arange(total) - first[span]).unsqueeze(1).to(selected.device)
+                read = self.main_entries(plan.kv_source, plan.ratio, span.to(selected.device), each, state)
+                entries = functional.pad(read.squeeze(1), (0, 0, 0, 1))
+                places = torch.where(selected >= 0, selected + first.to(selected.device)[rows.sequence].unsqueeze(1), total)
         state.gathered.clear()  # only the latest list is ever read again
         found = state.gathered[name] = Chosen(entries, places, torch.cat((rows.window_valid, selected >= 0), 1))
         return found

@@ -162,12 +162,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "quality",
         help="what the model gets right",
         description="Ask held-out exercises of the demo's tasks under every approximation of the server: recall, arithmetic, tools, JSON, "
-        "prediction of prose, and how all this drifts with the number of replays. Takes about 35 minutes on 2 CPU cores, with --quick 3.",
+        "prediction of prose, and how all this drifts with the number of replays. Takes half an hour on 2 CPU cores, with --quick 2 min.",
     )
     quality.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib: the extra `quality`)")
     quality.add_argument("--quick", action="store_true", help="shorter texts, fewer samples and modes")
     quality.add_argument("--only", metavar="PART,…", help="some of text, recall, drift, modes, tasks, effort (default: all)")
-    quality.add_argument("--samples", type=int, metavar="N", help="questions behind each share (default: 100, with --quick 16)")
+    samples = "questions behind each share, half as many where they take long (default: 100, with --quick 16)"
+    quality.add_argument("--samples", type=int, metavar="N", help=samples)
     quality.add_argument("--seed", type=int, default=1, metavar="N", help="of the exercises (default: %(default)s)")
 
     for kind in (serve, prefill, decode, invariance, cache, resume, quality):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import time
@@ -28,12 +29,16 @@ from forebay.server.config import Config
 LIBRARIES = ("torch", "numpy", "tokenizers", "deepseek-recipe")
 SAMPLES, QUICK_SAMPLES = 100, 16
 KV_TOKENS = 131_072
-FILE_WIDTH = 120
+FILE_WIDTH = 130
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[str, Any], bool]:
-    """Run the bench. Returns the figures; the flag is always true: a model that is not good is no failure of the bench."""
+    """Run the bench. Returns the figures; the flag is always true: a model that is not good is no failure of the bench.
+
+    What has been measured is written to the file of `--json` after every piece of work, so that it outlives an abort; `complete` is false
+    in it until the last one.
+    """
     config, _ = read_settings(args)
     parts = [part.strip() for part in args.only.split(",")] if args.only else list(quality.PARTS)
     if args.plot is not None:
@@ -46,28 +51,40 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
     torch.set_num_threads(config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     began = time.monotonic()
     with _open(config) as llm:
+        threads = torch.get_num_threads()
+        known = {
+            "measured": f"quality of {config.model.path} on {config.engine.device}, {threads} thread{'s' if threads > 1 else ''}",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), "threads": threads, "system": platform.platform()},
+            "versions": {"forebay": __version__, "python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
+            "model": {"path": config.model.path, "fingerprint": llm.engine.manager.fingerprint},
+            "seed": args.seed,
+            "samples": plan.samples,
+            "samples_few": plan.few,
+            "quick": args.quick,
+            "parts": parts,
+        }
+
+        def figures(results: quality.Results) -> dict[str, Any]:
+            return {**known, "wall_seconds": round(time.monotonic() - began, 1), **quality.figures(results)}
+
+        def keep(results: quality.Results) -> None:
+            if args.json is not None:
+                _write(args.json, figures(results))
+
         instrument = quality.Instrument(llm, demo_exercises(), plan, args.seed)
-        with _Progress(err) as progress:
-            results = instrument.measure(parts, progress.report)
-        fingerprint = llm.engine.manager.fingerprint
-    seconds = time.monotonic() - began
-    threads = torch.get_num_threads()
-    found = {
-        "measured": f"quality of {config.model.path} on {config.engine.device}, {threads} thread{'s' if threads > 1 else ''}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), "threads": threads, "system": platform.platform()},
-        "versions": {"forebay": __version__, "python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
-        "model": {"path": config.model.path, "fingerprint": fingerprint},
-        "seed": args.seed,
-        "samples": plan.samples,
-        "samples_few": plan.few,
-        "quick": args.quick,
-        "parts": parts,
-        "wall_seconds": round(seconds, 1),
-        **quality.figures(results),
-    }
-    _show(results, out)
-    out.print(f"{found['measured']}, {seconds / 60:.1f} minutes", style="dim", markup=False, soft_wrap=True)
+        try:
+            with _Progress(err) as progress:
+                instrument.measure(parts, progress.report, keep)
+        finally:
+            results = instrument.results
+            _show(results, out)
+            if not results.complete and results.seconds:
+                said = f"Incomplete: {len(results.seconds)} pieces of work were finished"
+                said += f"; {args.json} has their figures" if args.json is not None else ""
+                err.print(said, style="red", markup=False, soft_wrap=True)
+        found = figures(results)
+    out.print(f"{known['measured']}, {found['wall_seconds'] / 60:.1f} minutes", style="dim", markup=False, soft_wrap=True)
     return found, True
 
 
@@ -90,6 +107,16 @@ def _open(config: Config) -> LLM:
         batch_invariant=engine.batch_invariant,
         max_queue_wait_s=0.0,
     )
+
+
+def _write(file: Path, figures: dict[str, Any]) -> None:
+    """Replace the file, so that it is whole whenever the bench is stopped."""
+    part = file.with_name(f".{file.name}.part")
+    try:
+        part.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
+        part.replace(file)
+    except OSError as error:
+        raise ConfigError(f"--json: {file} cannot be written: {error.strerror}") from None
 
 
 class _Progress:
@@ -128,28 +155,34 @@ class _Progress:
 
 
 def _show(results: quality.Results, out: Console) -> None:
+    """The tables; a narrow terminal gets those of recall without their columns by depth, which the JSON has."""
+    if not out.is_terminal:
+        out.width = FILE_WIDTH  # a file has room for whole words
     if results.text:
         title = "Held-out prose"
         if results.plain:
             plain = results.plain
-            title += f": perplexity {plain['perplexity']:.2f}, {plain['bits_per_byte']:.3f} bits per byte (exact, whole text)"
-        table = _table(title, "mode", "perplexity after the prompt", "KL from exact, nats", "same top token", "n")
+            read = f"(exact; {plain['tokens']:,} tokens in pieces of {plain['piece']:,})"
+            title += f": perplexity {plain['perplexity']:.2f}, {plain['bits_per_byte']:.3f} bits per byte {read}"
+        table = _table(title, "mode", "perplexity after the prompt", "KL from exact, nats", "same top token", "n", "excerpts")
         for row in results.text:
             if row.get("too_short"):
-                table.add_row(row["mode"], "n/a", "", "", "")
+                table.add_row(row["mode"], "n/a", "", "", "", "")
                 continue
             agreement = f"{row['top1']:.1%} ({row['top1_low']:.1%}–{row['top1_high']:.1%})"
-            table.add_row(row["mode"], f"{row['perplexity']:.3f}", f"{row['kl']:.4f} ± {row['kl_se']:.4f}", agreement, str(row["tokens"]))
-        _print(table, out)
-    depths = [f"at {(d + 0.5) / quality.DEPTHS:.0%}" for d in range(quality.DEPTHS)]
+            spread = f"{row['kl']:.4f} ± {row['kl_se']:.4f}"
+            table.add_row(row["mode"], f"{row['perplexity']:.3f}", spread, agreement, str(row["tokens"]), str(row["excerpts"]))
+        out.print(table)
+    depths = [f"at {(d + 0.5) / quality.DEPTHS:.0%}" for d in range(quality.DEPTHS) if out.width >= FILE_WIDTH]
     for part in ("recall", "drift", "modes"):
         if scores := list(results.of(part)):
-            table = _table(quality.PARTS[part].capitalize(), "mode", "tokens", "replays", "right", "95 %", "n", *depths)
+            table = _table(quality.PARTS[part].capitalize(), "mode", "tokens", "replays", "right", "95 %", "n", "texts", *depths)
             for score in scores:
-                by_depth = [next(results.of(part, mode=score.mode, length=score.length, depth=d), None) for d in range(quality.DEPTHS)]
+                by_depth = [next(results.of(part, mode=score.mode, length=score.length, depth=d), None) for d in range(len(depths))]
                 shown = [f"{s.share:.0%}" if s is not None and s.share is not None else "" for s in by_depth]
-                table.add_row(score.mode, f"{score.length:,}", _lineage(score), *_shares(score), *shown)
-            _print(table, out)
+                tokens = f"{score.prompt_length if score.n else score.length:,.0f}"
+                table.add_row(score.mode, tokens, _lineage(score), *_shares(score), str(score.texts), *shown)
+            out.print(table)
     if scores := list(results.of("tasks")):
         modes = list(dict.fromkeys(score.mode for score in scores))
         table = _table(quality.PARTS["tasks"].capitalize(), "task", "n", *modes)
@@ -157,17 +190,33 @@ def _show(results: quality.Results, out: Console) -> None:
             found = {score.mode: score for score in results.of("tasks", what=what)}
             cells = [" ".join(_shares(found[mode])[:2]) if mode in found else "" for mode in modes]
             table.add_row(what, "/".join(dict.fromkeys(str(score.n) for score in found.values())), *cells)
-        _print(table, out)
+        out.print(table)
     if scores := list(results.of("effort")):
         table = _table(quality.PARTS["effort"].capitalize(), "effort", "right", "95 %", "n", "tokens of an answer", "cut off")
         for score in scores:
             table.add_row(str(score.effort), *_shares(score), f"{score.tokens / max(1, score.n):.1f}", str(score.unfinished))
-        _print(table, out)
+        out.print(table)
+    _show_differences(results, out)
     if found_bars := quality.bars(results):
         table = _table("Asked of the demo", "what", "measured", "asked for")
         for bar in found_bars:
             table.add_row(bar.what, f"{bar.value:.3f}", bar.asked, style="green" if bar.reached else "red")
-        _print(table, out)
+        out.print(table)
+
+
+def _show_differences(results: quality.Results, out: Console) -> None:
+    """Other modes against the default one, about the same questions."""
+    found = [(score, against) for score in results.scores if (against := results.against_default(score)) is not None]
+    if not found:
+        return
+    title = "Against the default mode, the same questions (95 % interval; p of McNemar's test)"
+    table = _table(title, "what", "mode", "difference", "95 %", "p", "gained", "lost", "n", "texts")
+    for score, d in found:
+        what = score.what if score.length is None else f"{score.what}, {score.prompt_length:,.0f} tokens ({score.part})"
+        bounds = f"{d.low * 100:+.0f} to {d.high * 100:+.0f}"
+        counts = (str(d.gained), str(d.lost), str(d.n), str(d.texts))
+        table.add_row(what, score.mode, f"{d.value * 100:+.1f}", bounds, f"{d.p:.2g}", *counts)
+    out.print(table)
 
 
 def _table(title: str, first: str, *others: str) -> Table:
@@ -178,17 +227,12 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def _print(table: Table, out: Console) -> None:
-    """In a file there is room for whole words."""
-    out.print(table, width=None if out.is_terminal else FILE_WIDTH)
-
-
 def _shares(score: quality.Score) -> tuple[str, str, str]:
     """Share, interval and trials; what was too short for the mode is no trial."""
     if score.share is None:
         return "n/a", "", "0"
-    low, high = quality.wilson(score.right, score.n)
-    return f"{score.share:.1%}", f"{low * 100:.0f}–{high * 100:.0f}", str(score.n)
+    between = score.interval
+    return f"{score.share:.1%}", f"{between.low * 100:.0f}–{between.high * 100:.0f}", str(score.n)
 
 
 def _lineage(score: quality.Score) -> str:

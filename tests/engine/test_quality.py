@@ -19,19 +19,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import TINY, fresh, greedy, prompt, same, tiny
-from forebay.engine import quality, quality_items, quality_modes, quality_plot
+from forebay.engine import quality, quality_items, quality_modes, quality_plot, quality_stats
 from forebay.engine.llm import LLM
-from forebay.engine.quality import Instrument, Plan, Score, wilson
+from forebay.engine.quality import Instrument, Plan, Score
 from forebay.engine.quality_ask import Asker, QualityError, boundaries
-from forebay.engine.quality_items import Exercises, apart, demo_exercises, recall_groups
+from forebay.engine.quality_items import Exercises, apart, demo_exercises, questions_by_text, recall_text
 from forebay.engine.quality_modes import BOUNDED, DENSE, EXACT, REPLAYED, SHUFFLED, WIDE, WINDOW_ONLY, Mode, running, wide_memory
-from forebay.engine.quality_text import Excerpt, compare, distributions, excerpts
+from forebay.engine.quality_stats import Trial, difference, interval, mcnemar, wilson
+from forebay.engine.quality_text import Excerpt, compare, distributions, excerpts, plain_loss
 from forebay.engine.types import EngineError, Output, Request
 from forebay.model.demo.tasks import TASKS, Conversation, Options, check
 from forebay.model.demo.tasks.render import Renderer
 from forebay.model.errors import ConfigError
 from forebay.model.memory import CacheMemory
 from noise_model import write_random
+from tiered import settle, tiered
 
 ROUNDED = Mode("rounded", "wide, but rounded first", memory=lambda served, config: wide_memory(served, config, rounds=True))
 
@@ -87,6 +89,43 @@ def test_share_lies_in_its_interval(count: int, data: st.DataObject) -> None:
     assert 0 <= low <= right / count <= high <= 1
 
 
+def trials(*texts: str) -> list[Trial]:
+    """A text per string, a question per sign, right where it is "1"."""
+    return [Trial(number, f"{number} {i}", sign == "1") for number, text in enumerate(texts) for i, sign in enumerate(text)]
+
+
+def test_interval_is_that_of_texts_where_questions_share_them() -> None:
+    alone = trials(*"1111100000")
+    assert interval(alone) == quality_stats.Interval(*wilson(5, 10), "wilson")
+    few = trials("11111", "11111", "00000", "00000")
+    assert interval(few) == quality_stats.Interval(*wilson(10, 20), "wilson")
+    whole = interval(trials(*["1111111111"] * 5, *["0000000000"] * 5))  # as good as ten trials, not as a hundred
+    assert whole.method == "bootstrap" and whole.low <= 0.2 and whole.high >= 0.8
+    assert whole == interval(trials(*["1111111111"] * 5, *["0000000000"] * 5))
+    mixed = interval(trials(*["1010101010"] * 10))
+    assert (mixed.low, mixed.high) == wilson(50, 100) and mixed.method == "bootstrap"  # texts that agree do not make it narrower
+    right = interval(trials(*["1111"] * 6))
+    assert (right.low, right.high) == wilson(24, 24)
+
+
+def test_difference_is_that_of_the_questions_both_were_asked() -> None:
+    found = difference(trials("1111", "1100"), trials("1100", "1101", "1111"))
+    assert found is not None
+    assert (found.n, found.texts, found.gained, found.lost, found.method) == (8, 2, 2, 1, "wald")
+    assert found.value == pytest.approx(1 / 8) and found.low < 0 < found.high and found.p == 1.0
+    assert difference(trials("1"), []) is None
+    same = difference(trials(*"1" * 50), trials(*"1" * 50))
+    assert same is not None and same.value == 0.0 and -0.06 < same.low < -0.02 and same.high == -same.low  # never a certain zero
+    lost = difference(trials(*["000"] * 3, *["111"] * 7), trials(*["111"] * 10))
+    assert lost is not None and lost.method == "bootstrap"
+    assert lost.value == pytest.approx(-0.3) and lost.low < -0.55 and lost.high >= -0.1 and lost.p == pytest.approx(2 / 2**9)
+
+
+def test_mcnemar_is_exact() -> None:
+    assert mcnemar(0, 0) == 1.0 and mcnemar(3, 3) == 1.0
+    assert mcnemar(1, 9) == mcnemar(9, 1) == pytest.approx(2 * 11 / 1024)
+
+
 @given(st.integers(0, 300), st.integers(1, 70), st.integers(2, 3))
 def test_boundaries_grow_to_the_end(blocks: int, count: int, least: int) -> None:
     places = boundaries(blocks, count, least)
@@ -120,10 +159,33 @@ def test_each_question_of_a_text_is_asked_apart(seed: int) -> None:
 def test_texts_have_their_length_and_stay_the_same(llm: LLM) -> None:
     codec = llm.engine.codec
     assert codec is not None
-    groups = recall_groups(demo_exercises(), codec, 900, 10, seed=3)
-    assert [len(group) for group in groups] == [4, 4, 4]
-    assert groups == recall_groups(demo_exercises(), codec, 900, 10, seed=3)
-    assert groups != recall_groups(demo_exercises(), codec, 900, 10, seed=4)
+    group = recall_text(demo_exercises(), codec, 900, 2, seed=3)
+    assert len(group) == 4
+    assert group == recall_text(demo_exercises(), codec, 900, 2, seed=3)
+    assert group != recall_text(demo_exercises(), codec, 900, 2, seed=4)
+    assert group != recall_text(demo_exercises(), codec, 900, 1, seed=3)
+    assert len({quality_items.item_key(number, c) for c in group for number in (1, 2)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "asked"),
+    [(512, 5, [1] * 5), (512, 100, [2] * 50), (4096, 100, [10] * 10), (32128, 25, [5] * 5), (900, 22, [4, 4, 4, 4, 3, 3]), (9, 1, [1])],
+)
+def test_questions_are_spread_over_enough_texts(length: int, count: int, asked: list[int]) -> None:
+    assert questions_by_text(length, count, 5) == asked
+
+
+def test_prose_is_never_made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quality_items._prose.cache_clear()
+    monkeypatch.setattr(quality_items, "files", lambda package: tmp_path)
+    try:
+        with pytest.raises(QualityError, match=r"held_out\.txt is missing"):
+            quality_items.held_out_prose()
+        (tmp_path / "held_out.txt").write_text("\n\f\n")
+        with pytest.raises(QualityError, match=r"held_out\.txt is empty"):
+            quality_items.held_out_prose()
+    finally:
+        quality_items._prose.cache_clear()
 
 
 def test_efforts_are_asked_the_same_sums() -> None:
@@ -259,6 +321,51 @@ def test_questions_that_share_a_text_get_the_answers_of_a_cold_prompt(llm: LLM, 
         assert answer.lineage == 0
 
 
+def late(alike: int) -> list[Conversation]:
+    """Questions of which all differ from the first at once, and the others from each other only after `alike` more words."""
+    questions = ["Which one?", *(f"Say{' the same' * alike} {n}." for n in range(1, 13))]
+    first = conversations(40, 1)[0]
+    text = first.body["messages"][0]["content"].partition("Question")[0]
+    return [replace(first, body={**first.body, "messages": [{"role": "user", "content": text + asked}]}) for asked in questions]
+
+
+def test_request_takes_no_more_from_the_cache_than_it_says(llm: LLM) -> None:
+    ids = prompt(120)
+    llm.run([Request(ids, greedy(1))])
+    for most, cached in ((None, 112), (63, 56), (56, 56), (500, 112), (0, 0)):
+        tiers = llm.run([Request(ids, greedy(1), salt="", replay="bounded", resume_at_most=most)])[0].tiers
+        assert tiers.cached == cached
+
+
+def test_nor_more_from_the_store(tmp_path: Path) -> None:
+    ids = prompt(120)
+    with tiered(tmp_path) as llm:
+        llm.run([Request(ids, greedy(1))])
+        settle(llm)
+        for most, stored in ((63, 56), (None, 112)):
+            llm.engine.manager.clear()
+            tiers = llm.run([Request(ids, greedy(1), resume_at_most=most)])[0].tiers
+            assert (tiers.hbm, tiers.ssd) == (0, stored)
+
+
+@pytest.mark.parametrize("mode", [REPLAYED[0], REPLAYED[1]], ids=lambda mode: mode.name)
+@pytest.mark.usefixtures("short_answers")
+def test_questions_resume_on_what_all_share_and_not_on_what_one_of_them_left(llm: LLM, mode: Mode) -> None:
+    """More questions than run at once, most of which share a further whole block, which the first of them to end has left in the cache."""
+    group = late(12)
+    with running(llm, mode):
+        asker = Asker(llm, mode)
+        prompts = [asker.codec.encode(c.body).token_ids for c in group]
+        assert len(group) > llm.engine.options.max_sequences
+        assert all(a[:-16] == prompts[1][:-16] for a in prompts[1:]) and prompts[0][: len(prompts[1]) - 16] != prompts[1][:-16]
+        assert len(prompts[1]) - len(prompts[0]) > 2 * asker.size
+        found = asker.ask([group])[0]
+        backwards = asker.ask([group[::-1]])[0]
+    assert found is not None and backwards is not None
+    assert [answer.lineage for answer in found] == [mode.boundaries] * 13
+    assert found == backwards[::-1]  # nor does an answer depend on who was asked before
+
+
 @pytest.mark.usefixtures("short_answers")
 def test_answer_on_other_replays_than_named_is_refused(llm: LLM) -> None:
     mode = replace(REPLAYED[1])
@@ -285,8 +392,8 @@ def test_what_exceeds_the_pool_is_asked_in_waves(llm: LLM, monkeypatch: pytest.M
 
 def plan(**more: Any) -> Plan:
     return replace(
-        Plan.quick(6), lengths=(300,), compared=(300,), single=(300,), drift=300, boundaries=(1, 4), excerpts=2, prompt=60, follows=10,
-        plain=100, task_modes=(BOUNDED, REPLAYED[0]), **more,
+        Plan.quick(6), **{"lengths": (300,), "compared": (300,), "single": (300,), "drift": 300, "boundaries": (1, 4), "excerpts": 2,
+        "prompt": 60, "follows": 10, "plain": 100, "task_modes": (BOUNDED, REPLAYED[0]), **more},
     )  # fmt: skip
 
 
@@ -323,19 +430,20 @@ def test_shares_are_those_of_known_answers(llm: LLM) -> None:
     with saying(llm, answers):
         results = instrument.measure(("tasks", "effort", "recall", "drift", "modes"), lambda *report: labels.append(report))
     tasks = {score.what: score for score in results.of("tasks", mode=BOUNDED.name)}
-    for name in ("chat", "refer", "lookup", "copy", "sort", "reverse", "arithmetic", "json"):
+    for name in ("chat", "refer", "quote", "lookup", "copy", "sort", "reverse", "arithmetic", "json"):
         assert (tasks[name].n, tasks[name].right, tasks[name].unfinished) == (6, 4, 0), name
     call, other = tasks["tools: name"], tasks["tools: answer"]
     assert call.n + other.n == 6 and call.right + other.right == 4
     assert tasks["tools: arguments"].right == tasks["tools: calls parse"].right == call.right
     replayed = {score.what: score for score in results.of("tasks", mode=REPLAYED[0].name)}
-    assert list(replayed)[:4] == ["refer", "lookup", "arithmetic", "json"]
+    assert list(replayed)[:5] == ["refer", "quote", "lookup", "arithmetic", "json"]
     assert all(score.lineage in ((1, 1), None) for score in replayed.values())
     assert (replayed["lookup"].n, replayed["lookup"].right, replayed["lookup"].too_short) == (3, 2, 0)
     efforts = list(results.of("effort"))
     assert [score.effort for score in efforts] == list(quality.EFFORTS)
     assert all((score.n, score.right) == (6, 4) for score in efforts)
     assert efforts[0].tokens < efforts[-1].tokens
+    assert len({score.limit for score in efforts}) == 1 and (efforts[0].limit or 0) > 48
     for part in ("recall", "drift", "modes"):
         for score in results.of(part):
             count = 6 if part != "modes" or score.mode == REPLAYED[0].name else 1 if score.mode == DENSE.name else 3
@@ -349,9 +457,45 @@ def test_shares_are_those_of_known_answers(llm: LLM) -> None:
     figures = json.loads(json.dumps(quality.figures(results)))
     copied = next(s for s in figures["scores"] if s["what"] == "copy" and s["mode"] == "bounded decoder")
     assert copied["share"] == pytest.approx(4 / 6) and (copied["low"], copied["high"]) == pytest.approx(wilson(4, 6))
+    assert copied["texts"] == 6 and copied["method"] == "wilson" and "against_default" not in copied and "trials" not in copied
+    other = next(s for s in figures["scores"] if s["what"] == "lookup" and s["mode"] == REPLAYED[0].name)
+    assert {name: other["against_default"][name] for name in ("n", "texts", "value", "gained", "lost")} == {
+        "n": 3, "texts": 3, "value": 0.0, "gained": 0, "lost": 0,
+    }  # fmt: skip
+    compared = {s["mode"]: s["against_default"]["n"] for s in figures["scores"] if "against_default" in s and s["part"] == "modes"}
+    assert compared == {"exact": 3, "bounded encoder 1": 6, "bf16 KV": 3, "dense": 1, "window only": 3, "shuffled": 3}
+    assert figures["complete"]
     bars = {bar["what"]: bar for bar in figures["bars"]}
     assert not bars["arithmetic at effort 100"]["reached"]
     assert not bars["recall, window only, 300 tokens"]["reached"]  # this "model" knows all answers without looking
+
+
+def test_questions_about_one_text_are_counted_as_such(llm: LLM) -> None:
+    exercises, answers = known(llm, lambda number: number == 0)  # of a text's four the first
+    instrument = Instrument(llm, exercises, plan(samples=24, few=12, compared=(900,), lengths=(900, 9000), single=(), texts=3), seed=2)
+    assert [job.label for job in instrument.jobs(["recall"])] == [f"recall, bounded decoder, {n} tokens" for n in ("900", "3,456")]
+    instrument.plan = replace(instrument.plan, lengths=(900,))
+    with saying(llm, answers):
+        results = instrument.measure(("recall", "modes"), lambda *report: None)
+    whole, exact = next(results.of("recall")), next(results.of("modes", mode=EXACT.name))
+    assert (whole.n, whole.right, whole.texts, whole.length) == (24, 6, 6, 900)
+    assert whole.interval.method == "bootstrap" and whole.figures()["by_text"] == [(4, 1)] * 6
+    assert (exact.n, exact.right, exact.texts, exact.interval.method) == (12, 3, 3, "wilson")
+    against = results.against_default(exact)
+    assert against is not None and (against.n, against.texts, against.value, against.method) == (12, 3, 0.0, "wald")
+    assert 700 < whole.prompt_length < 1100
+    assert results.against_default(whole) is None
+
+
+def test_what_was_measured_before_an_abort_is_kept(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    exercises, answers = known(llm, lambda number: True)
+    instrument = Instrument(llm, exercises, plan(), seed=2)
+    kept: list[dict[str, Any]] = []
+    monkeypatch.setattr(instrument, "_effort", lambda effort, asker: (_ for _ in ()).throw(QualityError("no")))
+    with saying(llm, answers), pytest.raises(QualityError, match="no"):
+        instrument.measure(("recall", "effort"), lambda *report: None, lambda results: kept.append(quality.figures(results)))
+    assert len(kept) == 1 and kept[0]["scores"][0]["n"] == 6 and not kept[0]["complete"]
+    assert instrument.results.scores and not instrument.results.complete
 
 
 def test_bars_are_judged() -> None:
@@ -360,12 +504,14 @@ def test_bars_are_judged() -> None:
 
     results = quality.Results([
         score("recall", 95, length=4096), score("recall", 89, length=16384), score("modes", 29, mode=WINDOW_ONLY.name, length=4096),
+        score("modes", 30, mode=SHUFFLED.name, length=4096),
         score("effort", 40, effort=10, tokens=2000), score("effort", 90, effort=100, tokens=4000),
         score("tasks", 94, what="tools: name"),
     ])  # fmt: skip
     reached = {bar.what: bar.reached for bar in quality.bars(results)}
     assert reached == {
         "recall at 4,096 tokens": True, "recall at 16,384 tokens": False, "recall, window only, 4,096 tokens": True,
+        "recall, shuffled, 4,096 tokens": False,
         "arithmetic at effort 100": True, "arithmetic at effort 100 above effort 10, between intervals": True,
         "tokens at effort 10 / at 100": True, "tools: right name": False,
     }  # fmt: skip
@@ -425,6 +571,16 @@ def test_divergence_is_that_of_the_distributions() -> None:
     assert found.nll == pytest.approx(-math.log(0.1))
 
 
+def test_bits_per_byte_are_those_of_what_was_predicted(llm: LLM) -> None:
+    tokenizer = llm.tokenizer
+    first, last = tokenizer.bos_id, tokenizer.eos_id
+    assert first is not None and last is not None
+    words = tokenizer.encode("Held-out prose, naïve or not.")
+    total, count, written = plain_loss(llm, [first, *words, last, first, *words, last], frozenset({first}))
+    assert count == 2 * (len(words) + 1) and total > 0
+    assert written == 2 * len("Held-out prose, naïve or not.".encode())
+
+
 def test_part_text_has_a_row_per_mode(llm: LLM) -> None:
     exercises, _ = known(llm, lambda number: True)
     results = Instrument(llm, exercises, plan(), seed=2).measure(["text"], lambda *report: None)
@@ -434,6 +590,8 @@ def test_part_text_has_a_row_per_mode(llm: LLM) -> None:
     assert rows["exact"]["kl"] == 0.0 and rows["exact"]["top1"] == 1.0
     assert all(row["tokens"] >= 18 and row["kl"] > 0 for name, row in rows.items() if name != "exact")
     assert results.plain["perplexity"] > 100
+    plain = results.plain
+    assert plain["bits_per_byte"] == pytest.approx(plain["nll"] * plain["tokens"] / math.log(2) / plain["bytes"])
 
 
 # The picture
@@ -465,5 +623,3 @@ def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"forebay\[quality\]"):
         quality_plot.draw({}, tmp_path / "x.png")
-
-

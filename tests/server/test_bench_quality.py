@@ -11,6 +11,7 @@ import pytest
 
 from engines import tiny_checkpoint
 from forebay.engine import quality
+from forebay.engine.quality_ask import QualityError
 from forebay.server import cli
 
 QUIET = ["--set", "engine.threads=1", "--set", "cache.kv_tokens=8192"]
@@ -50,8 +51,27 @@ def test_figures_say_what_was_measured_where_and_with_what(tmp_path: Path, capsy
     assert drift["bounded encoder 64"]["n"] == 0 and drift["bounded encoder 64"]["too_short"] == 2  # 300 tokens are 37 blocks
     assert {row["mode"] for row in figures["text"]} >= {"exact", "bounded decoder", "bf16 KV"}
     out, err = capsys.readouterr()
-    assert "n/a" in out and "Arithmetic by reasoning effort" in out and "Asked of the demo" in out
+    assert figures["complete"] and "Incomplete" not in err
+    assert "n/a" in out and "tokens in pieces of 4,096" in out and "Against the default mode" in out
+    assert "Arithmetic by reasoning effort" in out and "Asked of the demo" in out
     assert "0%, about" in err and " left: text, exact" in err
+
+
+@pytest.mark.usefixtures("small")
+def test_abort_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: Any) -> None:
+        raise QualityError("one replay too many")
+
+    monkeypatch.setattr(quality.Instrument, "_effort", fail)
+    file = tmp_path / "figures.json"
+    assert run("--only", "drift,effort", "--samples", "2", "--json", str(file)) == 1
+    figures: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    assert figures["complete"] is False and figures["samples"] == 2 and figures["wall_seconds"] > 0
+    assert {score["part"] for score in figures["scores"]} == {"drift"}
+    assert list(tmp_path.iterdir()) == [file]
+    out, err = capsys.readouterr()
+    assert "bounded encoder 1" in out
+    assert "Incomplete: 3 pieces of work were finished" in err and "one replay too many" in err
 
 
 @pytest.mark.usefixtures("small")
