@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from forebay.model.batch import HalfState
@@ -24,7 +23,7 @@ class Attention:
         self.w_in = load.stack([load.fp8("wq_a"), load.fp8("wkv")])  # both read the layer input
         self.wq_b, self.wo_b = load.fp8("wq_b"), load.fp8("wo_b")
         self.wo_a = load.fp8_groups("wo_a", self.groups)
-        self.q_norm, self.kv_norm = load.tensor("q_norm.weight").float(), load.tensor("kv_norm.weight").float()
+        self.q_norm, self.kv_norm = load.tensor("q_norm.weight"), load.tensor("kv_norm.weight")
         self.sink = load.tensor("attn_sink")
         self.compressor = Compressor(config, plan, load, self.freqs) if plan.owns_kv else None
         self.indexer = Indexer(config, plan, load.at("indexer")) if plan.owns_index else None
@@ -39,10 +38,8 @@ class Attention:
         turn, memory, layer = state.turn(self.freqs), state.memory, self.plan.index
         low_q, low_kv = self.w_in.split(quantised_linear(self.ops.fp8_round(x), self.w_in))
         latent = self.ops.fp8_round(self.ops.rms_norm(low_q, self.q_norm, self.eps))
-        kv = self.ops.rms_norm(low_kv, self.kv_norm, self.eps)
-        turned = self.ops.rotate(torch.cat((quantised_linear(latent, self.wq_b), kv), 1).unflatten(1, (-1, self.dim)), turn)
-        q, kv = turned[:, :-1], turned[:, -1]
-        window = memory.window(layer, kv, state)
+        q = self.ops.rotate(quantised_linear(latent, self.wq_b).unflatten(-1, (self.heads, self.dim)), turn)
+        window = memory.window(layer, self.ops.rotate(self.ops.rms_norm(low_kv, self.kv_norm, self.eps), turn), state)
         if self.indexer is not None:
             state.selected[layer] = memory.choose(self.indexer, x, latent, turn, state)
         out = memory.attend(q, window, self.plan, self.sink, self.scale, state)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forebay.model.memory import Chosen, Memory
+from forebay.model.memory import Memory
 from forebay.model.ops.rope import Turn, turn_at
 
 Numbers = NDArray[np.int64]
@@ -250,7 +250,8 @@ class HalfState:
         selected: index source layer -> chosen entries [n, topk] int64 ascending, -1 filled.
         candidates: [n, candidate blocks] int64 ascending, -1 filled; rows without restriction have `restricted` False (on the host).
         turns: rotations of the rows, by frequency table.
-        gathered: (kv source, index source) -> what the memory keeps of the rows' chosen entries from one layer to the next.
+        gathered: (kv source, index source) -> dequantised entries [n, topk, head_dim] fp32, and which of window and entries there are,
+            [n, window + topk] bool; kept when small.
         completed: ratio -> the groups that the rows complete.
     """
 
@@ -262,7 +263,7 @@ class HalfState:
     selected: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
     restricted: Tensor | None = None
-    gathered: dict[tuple[int, int], Chosen] = field(default_factory=dict)
+    gathered: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     image_mask: Tensor | None = None
     turns: dict[int, Turn] = field(default_factory=dict)
     completed: dict[int, Groups] = field(default_factory=dict)

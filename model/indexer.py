@@ -22,7 +22,7 @@ Flags = NDArray[np.bool_]
 # column [n, m] (None where column i is entry i), and the full-row widths of `select_top`.
 Scored = tuple[Tensor | None, Tensor, Tensor | None, list[int | None]]
 
-SCAN_BYTES = 8 << 20  # fp32 working memory of one scoring tile: about what stays in a CPU's cache
+SCAN_BYTES = 32 << 20  # fp32 working memory of one scoring tile
 
 
 class Indexer:

@@ -11,7 +11,7 @@ from forebay.model.checkpoint import RowReader, Weights
 from forebay.model.config import ModelConfig
 from forebay.model.experts import RoutedExperts
 from forebay.model.ops.backend import SERVING, Ops
-from forebay.model.ops.linear import Fp8Weight, GroupedWeight, Mxfp4Weight, PlainWeight, StackedWeight, TileCache, Weight
+from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, PlainWeight, StackedWeight, TileCache, Weight
 
 
 class Meter:
@@ -45,12 +45,11 @@ class Loader:
     def fp8(self, name: str) -> Fp8Weight:
         return Fp8Weight(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"), self.cache)
 
-    def fp8_groups(self, name: str, groups: int) -> GroupedWeight:
-        """A block-diagonal matrix, its blocks one under the other in one stored tensor."""
+    def fp8_groups(self, name: str, groups: int) -> list[Fp8Weight]:
+        """The equal runs of output rows of a block-diagonal matrix, over one stored tensor."""
         codes, scales = self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale")
         size = codes.shape[0] // groups
-        blocks = [Fp8Weight(codes, scales, self.cache, rows=(g * size, (g + 1) * size)) for g in range(groups)]
-        return GroupedWeight(blocks, self.cache)
+        return [Fp8Weight(codes, scales, self.cache, rows=(g * size, (g + 1) * size)) for g in range(groups)]
 
     def mxfp4(self, name: str) -> Mxfp4Weight:
         return Mxfp4Weight(self.tensor(f"{name}.weight"), self.tensor(f"{name}.scale"), self.cache)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forebay.model.ops import formats
 from forebay.model.ops.gather import entry_places, gather_index, gather_main
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from forebay.model.indexer import Indexer
     from forebay.model.ops.rope import Turn
 
-ATTEND_BYTES = 4 << 20  # fp32 working memory for the keys of one tile of rows: about what stays in a CPU's cache
-DECODED_BYTES = 64 << 20  # fp32 memory for entries that are decoded once for all tiles
+ATTEND_BYTES = 64 << 20  # fp32 working memory for the keys of one tile of rows
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,6 @@ class Window:
 
     keys: Tensor
     rows: tuple[Tensor, ...]
-
-
-class Chosen(NamedTuple):
-    """What rows attend to besides their window.
-
-    entries: dequantised, fp32: those of the list of every row, [n, topk, dim], or, with `places`, all that the sequences have and a row of
-        zeros, [m, dim]; None where there are too many to be kept.
-    places: [n, topk] int64, rows of `entries`.
-    valid: [n, window + topk] bool, which keys of window and list there are.
-    """
-
-    entries: Tensor | None
-    places: Tensor | None
-    valid: Tensor
 
 
 class Memory(Protocol):
@@ -152,64 +136,43 @@ class CacheMemory:
         return gather_index(planes.index_codes, planes.index_scales, block, place)
 
     def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
-        rows = state.rows
-        slots = rows.window_index.shape[1] + (state.selected[plan.index_source].shape[1] if plan.index_source is not None else 0)
+        rows, keys = state.rows, window.keys
+        selected = state.selected[plan.index_source] if plan.index_source is not None else None
+        slots = rows.window_index.shape[1] + (selected.shape[1] if selected is not None else 0)
         step = max(1, ATTEND_BYTES // (4 * slots * q.shape[2]))
-        chosen = None if plan.index_source is None else self._chosen(plan, step >= rows.rows, state)
-        parts = [None] if step >= rows.rows else [slice(first, first + step) for first in range(0, rows.rows, step)]
+        if step >= rows.rows:
+            kv, valid = self._near(keys, rows.window_index), rows.window_valid
+            if selected is not None:
+                entries, valid = self._chosen(plan, selected, state)
+                kv = torch.cat((kv, entries), 1)
+            return sparse_attention(q, kv, valid, sink, scale)
         outs = []
-        for part in parts:
-            kv, valid = [_rows_at(window.keys, _part(rows.window_index, part))], rows.window_valid
-            if chosen is not None:
-                kv.append(self._listed(plan, chosen, part, state))
-                valid = chosen.valid
-            outs.append(sparse_attention(_part(q, part), kv, _part(valid, part), sink, scale))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        for part in [slice(first, first + step) for first in range(0, rows.rows, step)]:
+            kv, valid = self._near(keys, rows.window_index[part]), rows.window_valid[part]
+            if selected is not None:
+                assert plan.kv_source is not None
+                chosen = selected[part]
+                entries = self.main_entries(plan.kv_source, plan.ratio, rows.sequence[part], chosen, state)
+                kv, valid = torch.cat((kv, entries), 1), torch.cat((valid, chosen >= 0), 1)
+            outs.append(sparse_attention(q[part], kv, valid, sink, scale))
+        return torch.cat(outs)
 
-    def _chosen(self, plan: LayerPlan, whole: bool, state: HalfState) -> Chosen:
-        """What a layer's rows attend to besides their window, kept for Reuse layers. `whole`: all rows are one tile."""
+    def _near(self, keys: Tensor, index: Tensor) -> Tensor:
+        """Window keys of rows, [n, window, dim]."""
+        return keys.index_select(0, index.view(-1)).view(*index.shape, keys.shape[1])
+
+    def _chosen(self, plan: LayerPlan, selected: Tensor, state: HalfState) -> tuple[Tensor, Tensor]:
+        """Chosen entries of all rows, dequantised [n, topk, dim], and which of window and entries there are; kept for Reuse layers."""
         assert plan.kv_source is not None and plan.index_source is not None
         name = (plan.kv_source, plan.index_source)
-        if name in state.gathered:
-            return state.gathered[name]
-        selected, rows = state.selected[plan.index_source], state.rows
-        entries = places = None
-        if whole:
-            entries = self.main_entries(plan.kv_source, plan.ratio, rows.sequence, selected, state)
-        else:
-            seen = torch.tensor(rows.stops) // plan.ratio
-            total = int(seen.sum())
-            if total <= 2 * selected.numel() and 4 * total * self.window_codes.shape[3] <= DECODED_BYTES:
-                first = seen.cumsum(0) - seen
-                span = torch.arange(len(rows.stops)).repeat_interleave(seen)
-                each = (torch.arange(total) - first[span]).unsqueeze(1).to(selected.device)
-                read = self.main_entries(plan.kv_source, plan.ratio, span.to(selected.device), each, state)
-                entries = functional.pad(read.squeeze(1), (0, 0, 0, 1))
-                places = torch.where(selected >= 0, selected + first.to(selected.device)[rows.sequence].unsqueeze(1), total)
-        state.gathered.clear()  # only the latest list is ever read again
-        found = state.gathered[name] = Chosen(entries, places, torch.cat((rows.window_valid, selected >= 0), 1))
-        return found
-
-    def _listed(self, plan: LayerPlan, chosen: Chosen, part: slice | None, state: HalfState) -> Tensor:
-        """Chosen entries of a tile of rows, dequantised, [rows, topk, dim]."""
-        assert plan.kv_source is not None and plan.index_source is not None
-        if chosen.entries is None:
-            selected, sequence = state.selected[plan.index_source], state.rows.sequence
-            return self.main_entries(plan.kv_source, plan.ratio, _part(sequence, part), _part(selected, part), state)
-        return chosen.entries if chosen.places is None else _rows_at(chosen.entries, _part(chosen.places, part))
+        if name not in state.gathered:
+            entries = self.main_entries(plan.kv_source, plan.ratio, state.rows.sequence, selected, state)
+            state.gathered.clear()  # only the latest list is ever read again
+            state.gathered[name] = entries, torch.cat((state.rows.window_valid, selected >= 0), 1)
+        return state.gathered[name]
 
     def main_entries(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
         """Entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, head dim] fp32."""
         planes = self.sources[source]
         block, place = entry_places(state.tables, sequence, entries, self.block_tokens // ratio)
         return gather_main(planes.main_codes, planes.main_scales, block, place)
-
-
-def _rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [m, dim] at index [n, k] -> [n, k, dim]."""
-    return x.index_select(0, index.view(-1)).view(*index.shape, x.shape[1])
-
-
-def _part(x: Tensor, part: slice | None) -> Tensor:
-    """A tile of rows; None is all of them."""
-    return x if part is None else x[part]

@@ -44,7 +44,7 @@ class Layer:
     def __init__(self, config: ModelConfig, plan: LayerPlan, load: Loader, engram: Engram | None, freqs: Tensor) -> None:
         self.plan, self.eps, self.engram, self.ops = plan, config.rms_norm_eps, engram, load.ops
         self.hc_attn, self.hc_ffn = HyperConnection(config, "attn", load), HyperConnection(config, "ffn", load)
-        self.attn_norm, self.ffn_norm = load.tensor("attn_norm.weight").float(), load.tensor("ffn_norm.weight").float()
+        self.attn_norm, self.ffn_norm = load.tensor("attn_norm.weight"), load.tensor("ffn_norm.weight")
         self.attention = Attention(config, plan, load.at("attn"), freqs)
         self.moe = MoE(config, load.at("ffn"))
 

@@ -6,11 +6,14 @@ whose gradient passes the roundings. What is differentiable as it stands (SwiGLU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from forebay.model.ops import formats
 from forebay.model.ops.hyper_connections import Coefficients, coefficients, collapse, mix, spread_scale
-from forebay.model.ops.linear import GroupedWeight, Weight, fp32_linear
+from forebay.model.ops.linear import Weight, fp32_linear
 from forebay.model.ops.rms_norm import reciprocal_rms, rms_norm
 from forebay.model.ops.rope import Turn, rotate
 
@@ -34,9 +37,10 @@ class Ops:
         """`rope.rotate`."""
         return rotate(x, turn, inverse=inverse)
 
-    def grouped_linear(self, out: Tensor, weight: GroupedWeight) -> Tensor:
-        """A block-diagonal fp32 product: heads [n, H, dim] bf16, in as many equal groups as there are blocks -> [n, sum of outs] bf16."""
-        return weight.multiply(out.float().unflatten(1, (len(weight.blocks), -1)).flatten(2)).bfloat16()
+    def grouped_linear(self, out: Tensor, weights: Sequence[Weight]) -> Tensor:
+        """A block-diagonal fp32 product: heads [n, H, dim] bf16 in as many equal groups as there are weights -> [n, sum of outs] bf16."""
+        parts = out.float().unflatten(1, (len(weights), -1)).flatten(2).unbind(1)
+        return torch.cat([fp32_linear(part, w) for part, w in zip(parts, weights, strict=True)], -1).bfloat16()
 
     def stored(self, vector: Tensor) -> Tensor:
         """A vector of the checkpoint as it is stored."""

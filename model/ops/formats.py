@@ -49,7 +49,7 @@ def _power_of_byte(byte: Tensor) -> Tensor:
 
 def _group_amax(groups: Tensor) -> Tensor:
     """Largest magnitude along the last dimension, kept as a dimension of 1."""
-    return groups.abs().amax(-1, True)
+    return torch.linalg.vector_norm(groups, torch.inf, -1, True)
 
 
 def fp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,14 +60,14 @@ def _coefficients_numpy(raw: Tensor, streams: int, iterations: int, eps: float) 
     """The same IEEE operations through numpy, with torch's sigmoid and exp: a call costs a third of what torch's dispatch does, and
     there are dozens of them at every layer twice. raw: [n, 2S + S*S] fp32."""
     s, values = streams, raw.numpy()
-    gates = sigmoid(raw[:, : 2 * s]).numpy()
+    gates = sigmoid(raw[:, : 2 * s])
     lone = len(values) == 1
     # [from, to, n]: each operation runs over contiguous rows; fewer dimensions are quicker, so a lone row has no third
     comb = values[0, 2 * s :].reshape(s, s) if lone else values[:, 2 * s :].T.reshape(s, s, -1)
     comb = torch.from_numpy(comb - np.maximum.reduce(comb, axis=1, keepdims=True)).exp_().numpy()
     comb = _sinkhorn_numpy(comb, iterations, eps)
-    found = np.ascontiguousarray(comb[None] if lone else comb.transpose(2, 0, 1))
-    return Coefficients(*map(torch.from_numpy, (gates[:, :s] + np.float32(eps), gates[:, s:] * np.float32(2), found)))
+    found = torch.from_numpy(np.ascontiguousarray(comb[None] if lone else comb.transpose(2, 0, 1)))
+    return Coefficients(gates[:, :s] + eps, 2 * gates[:, s:], found)
 
 
 def _sinkhorn_numpy(comb: NDArray[np.float32], iterations: int, eps: float) -> NDArray[np.float32]:

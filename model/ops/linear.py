@@ -3,10 +3,9 @@
 Weights stay as stored (FP8 tiles, MXFP4 groups, bf16). To multiply, a weight is widened to fp32 one column tile at a time; widened tiles
 are kept in a `TileCache` of bounded size, least recently used first out, so a checkpoint needs about its own size in memory.
 
-Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has the bits of one of
-exactly `ROW_TILE` rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the
-same code whoever shares the step. Few rows are padded to a smaller tile, and many go in larger ones, where those are found to give the
-same bits (`least_tile`, `row_runs`).
+Batch invariance on CPU: BLAS picks kernels, and so summation orders, by matrix shape. Every product here therefore has exactly `ROW_TILE`
+rows (the last tile is padded with zeros) and column tiles that depend on the weight alone, so a row is computed by the same code whoever
+shares the step. Few rows are padded to a smaller tile where that one is found to give the same bits (`least_tile`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from forebay.model.ops import formats
 
 ROW_TILE = 16
 SMALL_TILES = (4, 8)  # rows that a product of few rows may be padded to instead
-LARGE_TILES = (128, 64, 32)  # rows that a product of many may take at once instead
 COLUMN_TILE_BYTES = 32 << 20  # fp32 bytes of one widened column tile
 GROUP = formats.GROUP
 
@@ -49,12 +47,12 @@ class TileCache:
                 self._tiles.move_to_end(key)
             return tile
         tile = widen()
-        size = tile.untyped_storage().nbytes()
+        size = tile.numel() * tile.element_size()
         if size > self.budget:
             return tile
         while self.used + size > self.budget:
             _, old = self._tiles.popitem(last=False)
-            self.used -= old.untyped_storage().nbytes()
+            self.used -= old.numel() * old.element_size()
         self._tiles[key] = tile
         self.used += size
         return tile
@@ -77,7 +75,7 @@ class Weight:
 
     def tile(self, start: int, stop: int) -> Tensor:
         """fp32 [in, stop - start]: output rows start..stop, transposed."""
-        return self.cache.get((self, start), lambda: spaced(self.widen(start, stop).T))
+        return self.cache.get((self, start), lambda: self.widen(start, stop).T.contiguous())
 
     def multiply(self, x: Tensor) -> Tensor:
         """x [n, in] fp32 times this -> [n, out] fp32, row-invariant on CPU unless the cache's `row_tile` is None."""
@@ -97,8 +95,8 @@ class Weight:
             stop = min(start + self.column_tile, self.out_features)
             w = self.tile(start, stop)
             target = out[:, start:stop]
-            for first, last in row_runs(full, step, self.in_features, stop - start, torch.get_num_threads()):
-                torch.mm(x[first:last], w, out=target[first:last])
+            for row in range(0, full, step):
+                torch.mm(x[row : row + step], w, out=target[row : row + step])
             if tail is not None:
                 target[full:] = torch.mm(tail, w)[: rows - full]
         return out
@@ -166,80 +164,23 @@ class StackedWeight(Weight):
         return y.split_with_sizes([part.out_features for part in self.parts], -1)
 
 
-class GroupedWeight:
-    """The blocks of a block-diagonal matrix, equal in shape: each multiplies its own part of the input."""
-
-    def __init__(self, blocks: Sequence[Weight], cache: TileCache) -> None:
-        self.blocks, self.cache = list(blocks), cache
-        self.in_features, self.out_features = blocks[0].in_features, blocks[0].out_features
-        self.small = 4 * len(blocks) * self.in_features * self.out_features <= COLUMN_TILE_BYTES
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """x [n, blocks, in] fp32 -> [n, blocks * out] fp32, row by row as each block's `multiply`. Few rows take one product for all."""
-        rows, step = x.shape[0], self.cache.row_tile
-        if self.small and x.is_cpu and step is not None and 0 < rows <= step:
-            shape, threads = (self.in_features, self.out_features), torch.get_num_threads()
-            tile = least_tile(rows, step, *shape, threads)
-            if same_bits_together(len(self.blocks), tile, *shape, threads):
-                padded = torch.cat((x, _zeros(tile - rows, x.shape[1] * shape[0]).view(-1, *x.shape[1:]))) if rows < tile else x
-                whole = self.cache.get((self, 0), lambda: torch.stack([block.widen(0, shape[1]).T for block in self.blocks]))
-                return torch.bmm(padded.transpose(0, 1), whole).transpose(0, 1)[:rows].flatten(1)
-        return torch.cat([block.multiply(part.contiguous()) for block, part in zip(self.blocks, x.unbind(1), strict=True)], -1)
-
-
-def spaced(w: Tensor) -> Tensor:
-    """w [in, out] with its rows one after the other, but not a multiple of 4 KB apart: those displace each other in a CPU's cache."""
-    spare = 16 if w.is_cpu and w.shape[1] * w.element_size() % 4096 == 0 else 0
-    return w.new_empty((w.shape[0], w.shape[1] + spare))[:, : w.shape[1]].copy_(w)
-
-
-@cache
-def same_bits(tile: int, full: int, width: int, out: int, threads: int) -> bool:
-    """Whether a row of a CPU product of `tile` rows by [width, out] comes out as in one of `full` rows.
-
-    Which shapes share a kernel is BLAS's secret and differs between machines and numbers of threads, so it is tried out, once for each
-    shape of a weight. Sums of random numbers in another order would differ in many of the bits that are compared.
-    """
-    numbers = torch.Generator().manual_seed(width * out + full)
-    for _ in range(3 if width * out < 1 << 20 else 1):  # large ones have bits enough to compare
-        x, w = torch.randn((max(tile, full), width), generator=numbers), spaced(torch.randn((width, out), generator=numbers))
-        one, other = (torch.cat([torch.mm(part, w) for part in x.split(rows)]) for rows in (tile, full))
-        if not torch.equal(one, other):
-            return False
-    return True
-
-
-@cache
-def same_bits_together(blocks: int, tile: int, width: int, out: int, threads: int) -> bool:
-    """Whether CPU products of `tile` rows come out the same when one call does several of them (`GroupedWeight`)."""
-    numbers = torch.Generator().manual_seed(width * out + blocks)
-    for _ in range(3):
-        x = torch.randn((tile, blocks, width), generator=numbers).transpose(0, 1)
-        w = torch.randn((blocks, width, out), generator=numbers)
-        if not torch.equal(torch.bmm(x, w), torch.stack([torch.mm(*pair) for pair in zip(x.contiguous(), w, strict=True)])):
-            return False
-    return True
-
-
 @cache
 def least_tile(rows: int, full: int, width: int, out: int, threads: int) -> int:
-    """To how many rows a CPU product of `rows` rows is padded: the least of `SMALL_TILES` with the bits of a tile of `full`, or `full`."""
+    """To how many rows a CPU product of `rows` rows is padded: the least of `SMALL_TILES` with the bits of a tile of `full`, or `full`.
+
+    Which shapes share a kernel is BLAS's secret and differs between machines and numbers of threads, so it is tried out, once for each
+    shape [width, out] of a weight. Sums of random numbers in another order would differ in many of the bits that are compared.
+    """
+    numbers = torch.Generator().manual_seed(width * out + full)
     for tile in SMALL_TILES:
-        if rows <= tile < full and full % tile == 0 and same_bits(tile, full, width, out, threads):
-            return tile
+        if rows <= tile < full and full % tile == 0:
+            for _ in range(3):
+                x, w = torch.randn((full, width), generator=numbers), torch.randn((width, out), generator=numbers)
+                if not torch.equal(torch.cat([torch.mm(part, w) for part in x.split(tile)]), torch.mm(x, w)):
+                    break
+            else:
+                return tile
     return full
-
-
-@cache
-def row_runs(rows: int, full: int, width: int, out: int, threads: int) -> list[tuple[int, int]]:
-    """How `rows` rows, a multiple of `full`, are split into CPU products: the largest tiles first that have the bits of tiles of `full`."""
-    runs, first = [], 0
-    for tile in (*LARGE_TILES, full):
-        if tile == full or (full < tile <= rows - first and tile % full == 0 and same_bits(tile, full, width, out, threads)):
-            while first + tile <= rows:
-                runs.append((first, first + tile))
-                first += tile
-    return runs
 
 
 @cache

@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-GROUPED = 8  # columns of a group
-GROUPED_FROM = 8192  # scores from which looking at groups first is worth it
-_NOTHING = -0x7F81  # highest 16 bits of the rank of -inf
 
 
 def select_top(
@@ -34,21 +29,21 @@ def select_top(
     """
     m = scores.shape[1]
     take = min(k, m)
-    place, found = _best(scores, take)
-    chosen = (place if columns is None else columns.gather(1, place)).masked_fill(~found, -1)
+    best = torch.topk(scores, take, dim=-1)
+    chosen = best.indices if columns is None else columns.gather(1, best.indices)
+    chosen = chosen.masked_fill(best.values == -torch.inf, -1)
     if take < k:
-        chosen = functional.pad(chosen, (0, k - take), value=-1)
+        chosen = torch.nn.functional.pad(chosen, (0, k - take), value=-1)
     undecided = (chosen < 0).any(-1) if visible is not None else None
-    if m > k and any(width is not None for width in widths):
+    if m > k:
         # More columns reach the last chosen score than were chosen: the cut runs through a tie.
-        cut = scores.gather(1, place).amin(-1, keepdim=True)
+        cut = best.values.amin(-1, keepdim=True)
         tied = ((scores >= cut).sum(-1) > take) & (cut.squeeze(-1) > -torch.inf)
         undecided = tied if undecided is None else undecided | tied
     if undecided is not None:
         for width, members in _by_width(undecided.nonzero().flatten().tolist(), widths).items():
             if width is None:
-                if columns is not None and visible is not None:
-                    chosen[members] = _go_on(scores[members], k, columns[members], visible[members])
+                chosen[members] = _lowest(scores[members], k, *(part[members] if part is not None else None for part in (columns, visible)))
                 continue
             # One spare column takes what unused places scatter.
             full = torch.full((len(members), width + 1), -torch.inf, dtype=scores.dtype, device=scores.device)
@@ -69,36 +64,19 @@ def select_top(
     return ordered.masked_fill(ordered == last, -1)
 
 
-def _go_on(scores: Tensor, k: int, columns: Tensor, visible: Tensor) -> Tensor:
-    """`select_top` of rows with too few columns to choose from: what is missing comes from the lowest masked ones on."""
-    width = max(k, int(visible.max()))
-    full = scores.new_full((scores.shape[0], width + 1), -torch.inf)
-    place, _ = _best(full.scatter_(1, torch.where(columns >= 0, columns, width), scores)[:, :width], k)
-    return place.masked_fill(place >= visible.unsqueeze(1), -1)
-
-
-def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best columns of each row in no order, the lower first among equals, and which of them are more than -inf.
-
-    Score and column make one integer, different in every column. So `topk` has no ties to settle, and the best of many columns lie in
-    the k groups of columns with the best maxima.
-    """
-    n, m = scores.shape
-    # Broken rows choose what is broken, as by topk: they must not break the others. Adding 0 makes -0 what it equals.
-    bits = scores.float().nan_to_num_(torch.inf, torch.inf, -torch.inf).add_(0.0).view(torch.int32)
-    narrow = m <= 1 << 16 and scores.dtype == torch.bfloat16  # which leaves 16 bits free
-    rank = (bits >> 31).bitwise_and_(0x7FFF0000 if narrow else 0x7FFFFFFF).bitwise_xor_(bits)  # as integers in the order of the numbers
-    if not narrow:
-        rank = rank.to(torch.int64).bitwise_left_shift_(32)
-    rank.bitwise_or_(torch.arange(m - 1, -1, -1, dtype=rank.dtype, device=rank.device))
-    if m >= 2 * GROUPED * k and rank.numel() >= GROUPED_FROM:
-        short = -m % GROUPED
-        groups = (functional.pad(rank, (0, short), value=torch.iinfo(rank.dtype).min) if short else rank).view(n, GROUPED, -1)
-        best = torch.topk(groups.amax(1), k, sorted=False).indices
-        rank = groups.gather(2, best.unsqueeze(1).expand(n, GROUPED, k)).flatten(1)
-    rank = torch.topk(rank, k, sorted=False).values
-    columns = m - 1 - rank.bitwise_and(0xFFFF if narrow else 0xFFFFFFFF).to(torch.int64)
-    return columns, rank >> (16 if narrow else 48) > _NOTHING
+def _lowest(scores: Tensor, k: int, columns: Tensor | None, visible: Tensor | None) -> Tensor:
+    """`select_top` where equals are taken from the lowest column on, for rows with at least k columns."""
+    if columns is not None:
+        assert visible is not None
+        width = max(k, int(visible.max()))
+        full = scores.new_full((scores.shape[0], width + 1), -torch.inf)
+        scores = full.scatter_(1, torch.where(columns >= 0, columns, width), scores)[:, :width]
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)  # chosen first, as by topk: a broken row must not break the others
+    cut = torch.topk(scores, k, dim=-1).values[:, -1:]
+    above, equal = scores > cut, scores == cut
+    room = k - above.sum(-1, keepdim=True)
+    found = (above | (equal & (equal.cumsum(-1) <= room))).nonzero()[:, 1].view(-1, k)
+    return found if visible is None else found.masked_fill(found >= visible.unsqueeze(1), -1)
 
 
 def _by_width(rows: list[int], widths: Sequence[int | None]) -> dict[int | None, list[int]]:
@@ -112,5 +90,5 @@ def block_maxima(scores: Tensor, size: int) -> Tensor:
     """Best score of each run of `size` columns, the last run padded with -inf: [n, m] -> [n, ceil(m/size)]."""
     short = -scores.shape[1] % size
     if short:
-        scores = functional.pad(scores, (0, short), value=-torch.inf)
+        scores = torch.nn.functional.pad(scores, (0, short), value=-torch.inf)
     return scores.unflatten(1, (-1, size)).amax(-1)

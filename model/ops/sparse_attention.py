@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 BLOCK = 64  # list slots per online-softmax block; fixes where the running maximum is taken
 
 
-def sparse_attention(q: Tensor, kv: Tensor | Sequence[Tensor], valid: Tensor, sink: Tensor, scale: float) -> Tensor:
+def sparse_attention(q: Tensor, kv: Tensor, valid: Tensor, sink: Tensor, scale: float) -> Tensor:
     """o_h = sum_t e^(s_t - M) v_t / (sum_t e^(s_t - M) + e^(z_h - M)), s_t = scale * q_h . k_t.
 
     bf16 operands, fp32 scores, exponentials rounded to bf16 before the value product, denominator fp32 from the unrounded ones.
 
     Args:
-        q: [n, heads, dim] bf16. valid: [n, slots] bool. sink: [heads] fp32.
-        kv: [n, slots, dim] fp32 (bf16-exact), or pieces of it, slots after slots.
+        q: [n, heads, dim] bf16. kv: [n, slots, dim] fp32 (bf16-exact). valid: [n, slots] bool. sink: [heads] fp32.
     Returns:
         [n, heads, dim] bf16; 0 where no slot is valid.
     """
     if q.is_cpu and q.shape[0] == 1:  # as for `row_products`, but once for all blocks
-        twice = [piece.expand(2, -1, -1) for piece in ([kv] if isinstance(kv, Tensor) else kv)]
-        return sparse_attention(q.expand(2, -1, -1), twice, valid.expand(2, -1), sink, scale)[:1]
-    q, blocks = q.float(), _blocks(kv)
+        return sparse_attention(q.expand(2, -1, -1), kv.expand(2, -1, -1), valid.expand(2, -1), sink, scale)[:1]
+    q, hidden = q.float(), (~valid).unsqueeze(1)
     running = denominator = out = None
-    for block, hidden in zip(blocks, (~valid).unsqueeze(1).split(BLOCK, 2), strict=True):
-        score = row_products(q, block.transpose(1, 2)).mul_(scale).masked_fill_(hidden, -torch.inf)
+    for start in range(0, kv.shape[1], BLOCK):
+        block = kv[:, start : start + BLOCK]
+        score = row_products(q, block.transpose(1, 2)).mul_(scale).masked_fill_(hidden[:, :, start : start + BLOCK], -torch.inf)
         top = score.amax(-1, keepdim=True).clamp_(min=-1e30)
         if running is not None:
             top = torch.maximum(running, top)
@@ -39,14 +36,6 @@ def sparse_attention(q: Tensor, kv: Tensor | Sequence[Tensor], valid: Tensor, si
         running, denominator, out = top, total, part
     assert running is not None and denominator is not None and out is not None
     return out.div_((sink.unsqueeze(-1) - running).exp_().add_(denominator)).bfloat16()
-
-
-def _blocks(kv: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Runs of `BLOCK` slots, the last of what is left; pieces are joined only if they are not runs themselves."""
-    pieces = [kv] if isinstance(kv, Tensor) else kv
-    if any(piece.shape[1] % BLOCK for piece in pieces[:-1]):
-        pieces = [torch.cat(list(pieces), 1)]
-    return [block for piece in pieces for block in piece.split(BLOCK, 1)]
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:

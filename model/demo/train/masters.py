@@ -23,7 +23,7 @@ from forebay.model.names import expected_tensors
 from forebay.model.ops import formats
 from forebay.model.ops.backend import Ops
 from forebay.model.ops.hyper_connections import Coefficients, spread_scale
-from forebay.model.ops.linear import Fp8Weight, GroupedWeight, Mxfp4Weight, PlainWeight, StackedWeight, Weight
+from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, PlainWeight, StackedWeight, Weight
 from forebay.model.ops.rope import Turn, rotate
 from forebay.model.random_weights import encode_fp8, encode_mxfp4
 
@@ -257,10 +257,10 @@ class TrainOps(Ops):
     def rotate(self, x: Tensor, turn: Turn, *, inverse: bool = False) -> Tensor:
         return cast(Tensor, _Rotate.apply(x, turn, inverse))  # type: ignore[no-untyped-call]
 
-    def grouped_linear(self, out: Tensor, weight: GroupedWeight) -> Tensor:
-        groups = cast(_Groups, weight)
-        whole = groups.masters.form(groups.name).unflatten(0, (groups.count, -1))  # [groups, out, in]
-        return torch.einsum("ngi,goi->ngo", out.unflatten(1, (groups.count, -1)).flatten(2), whole).flatten(1)
+    def grouped_linear(self, out: Tensor, weights: Sequence[Weight]) -> Tensor:
+        first = cast(_Group, weights[0])
+        whole = first.masters.form(first.name).unflatten(0, (first.groups, -1))  # [groups, out, in]
+        return torch.einsum("ngi,goi->ngo", out.unflatten(1, (first.groups, -1)).flatten(2), whole).flatten(1)
 
     def spread_scale(self, scale: Tensor, streams: int) -> Tensor:
         return scale  # a parameter: spread in every forward pass
@@ -298,8 +298,8 @@ class MasterLoader(Loader):
     def fp8(self, name: str) -> Fp8Weight:
         return cast(Fp8Weight, MasterWeight(self.masters, f"{self.prefix}{name}.weight"))
 
-    def fp8_groups(self, name: str, groups: int) -> GroupedWeight:
-        return _Groups(self.masters, f"{self.prefix}{name}.weight", groups)
+    def fp8_groups(self, name: str, groups: int) -> list[Fp8Weight]:
+        return [cast(Fp8Weight, _Group(self.masters, f"{self.prefix}{name}.weight", groups, g)) for g in range(groups)]
 
     def mxfp4(self, name: str) -> Mxfp4Weight:
         raise TypeError("routed experts are stacked")
@@ -317,11 +317,17 @@ class MasterLoader(Loader):
         return MasterTable(self.tensor("embed.weight"))
 
 
-class _Groups(GroupedWeight):
-    """A block-diagonal matrix, for `TrainOps.grouped_linear`."""
+class _Group(MasterWeight):
+    """Rows of a block-diagonal matrix."""
 
-    def __init__(self, masters: Masters, name: str, count: int) -> None:
-        self.masters, self.name, self.count = masters, name, count
+    def __init__(self, masters: Masters, name: str, groups: int, number: int) -> None:
+        super().__init__(masters, name)
+        self.groups = groups
+        self.out_features //= groups
+        self.rows = slice(number * self.out_features, (number + 1) * self.out_features)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return x @ self.masters.form(self.name)[self.rows].to(x.dtype).T
 
 
 def _kinds(config: ModelConfig) -> dict[str, str]:

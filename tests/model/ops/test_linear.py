@@ -11,7 +11,6 @@ from torch import Tensor
 from forebay.model.ops import formats, linear
 from forebay.model.ops.linear import (
     Fp8Weight,
-    GroupedWeight,
     Mxfp4Weight,
     PlainWeight,
     StackedWeight,
@@ -22,9 +21,6 @@ from forebay.model.ops.linear import (
     least_tile,
     matmul,
     quantised_linear,
-    row_runs,
-    same_bits,
-    spaced,
 )  # fmt: skip
 from forwards import difference
 
@@ -222,52 +218,3 @@ class TestLeastTile:
         assert least_tile(3, 3, 64, 64, 1) == 3
         assert least_tile(5, 6, 64, 64, 1) == 6
         assert least_tile(9, 16, 64, 64, 1) == 16
-
-
-class TestManyRows:
-    @pytest.mark.parametrize(("out", "width"), [(256, 256), (1024, 128), (24, 1024), (12, 256), (1280, 384), (4096, 256)])
-    def test_larger_tiles_have_the_bits_of_full_ones(self, out: int, width: int, threads: int) -> None:
-        w = torch.randn(out, width, generator=torch.Generator().manual_seed(out))
-        weight, x = PlainWeight(w, cache()), inputs(391, width)
-        padded = torch.nn.functional.pad(x, (0, 0, 0, 9))
-        wanted = torch.cat([torch.mm(part, weight.tile(0, out)) for part in padded.split(16)])
-        for rows in (17, 32, 48, 100, 128, 391):
-            assert difference(matmul(x[:rows], weight), wanted[:rows]) is None, rows
-
-    def test_runs_follow_each_other(self) -> None:
-        for rows in range(0, 400, 16):
-            runs = row_runs(rows, 16, 64, 64, 1)
-            assert [first for first, _ in runs] == [0, *(last for _, last in runs)][:-1]
-            assert sum(last - first for first, last in runs) == rows
-        assert row_runs(15, 5, 64, 64, 1) == [(0, 5), (5, 10), (10, 15)]
-
-    def test_a_tile_that_sums_in_another_order_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        product = torch.mm
-
-        def other(x: Tensor, w: Tensor) -> Tensor:
-            return product(x.flip(1), w.flip(0)) if x.shape[0] > 32 else product(x, w)
-
-        monkeypatch.setattr(torch, "mm", other)
-        same_bits.cache_clear()
-        assert max(last - first for first, last in row_runs.__wrapped__(256, 16, 257, 66, 1)) <= 32
-        same_bits.cache_clear()
-
-
-class TestGroupedWeight:
-    def test_equals_its_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        blocks = [PlainWeight(torch.randn(64, 256, generator=torch.Generator().manual_seed(s)), cache()) for s in range(4)]
-        grouped, x = GroupedWeight(blocks, cache()), inputs(200 * 4, 256).view(200, 4, 256)
-        wanted = torch.cat([matmul(x[:, i].contiguous(), block) for i, block in enumerate(blocks)], -1)
-        for rows in (0, 1, 2, 4, 5, 9, 16, 17, 200):
-            assert difference(grouped.multiply(x[:rows]), wanted[:rows]) is None, rows
-        monkeypatch.setattr("forebay.model.ops.linear.same_bits_together", lambda *_: False)
-        assert difference(grouped.multiply(x[:3]), wanted[:3]) is None
-
-
-def test_rows_of_a_tile_are_not_a_page_apart() -> None:
-    for out in (1, 64, 1024, 1040, 4096):
-        w = torch.randn(7, out)
-        found = spaced(w)
-        assert difference(found, w) is None
-        assert found.stride(1) == 1
-        assert 4 * found.stride(0) % 4096

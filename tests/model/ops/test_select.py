@@ -156,30 +156,3 @@ def test_a_row_that_is_not_finite_is_chosen_from_like_any_other() -> None:
     columns = torch.tensor([[0, 1, 2, -1, -1, -1, -1, -1], [1, 3, 4, -1, -1, -1, -1, -1]])
     found = select_top(scores, 4, [None, None], columns, torch.tensor([5, 5]))
     assert found.tolist() == [[0, 1, 2, 3], [0, 1, 3, 4]]
-
-
-def lowest(row: Tensor, k: int) -> list[int]:
-    """The k best columns of a row, the lower first among equals; ascending, -1 filled."""
-    values = row.float().nan_to_num(INF, INF, -INF).tolist()
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
-    chosen = sorted(i for i in order if values[i] > -INF)
-    return chosen + [-1] * (k - len(chosen))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("n", "m", "k"), [(1, 70, 64), (5, 64, 64), (9, 1024, 64), (8, 1027, 64), (16, 517, 3), (2, 70_001, 64)])
-def test_ties_go_to_the_lower_column(n: int, m: int, k: int, dtype: torch.dtype) -> None:
-    """Through groups of columns and without, with columns of more bits than a rank of one word has room for, and both zeros equal."""
-    for levels in (1, 3, 10000):
-        scores = tied_rows(n, m, levels, seed=m + levels).to(dtype)
-        scores[:, ::2] *= -1.0  # -0.0 among them
-        scores[scores == INF] = -INF
-        assert select_top(scores, k, [None] * n).tolist() == [lowest(row, k) for row in scores]
-
-
-def test_the_lower_column_wins_at_every_number_and_what_is_broken_is_chosen_first() -> None:
-    g = torch.Generator().manual_seed(8)
-    scores = torch.randint(-(1 << 15), 1 << 15, (64, 1500), generator=g, dtype=torch.int16).view(torch.bfloat16)  # NaN of both signs too
-    assert select_top(scores, 64, [None] * 64).tolist() == [lowest(row, 64) for row in scores]
-    scores = torch.randn(8, 2000, generator=g).to(torch.bfloat16)
-    assert select_top(scores, 64, [None] * 8).tolist() == [lowest(row, 64) for row in scores]

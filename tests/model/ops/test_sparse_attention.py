@@ -118,14 +118,3 @@ def test_the_first_block_is_no_exception(slots: int) -> None:
     wanted = (out / (denominator + (sink - running).exp()).unsqueeze(-1)).to(torch.bfloat16)
     assert torch.equal(sparse_attention(q, kv, valid, sink, SCALE), wanted)
     assert torch.equal(sparse_attention(q[4:5], kv[4:5], valid[4:5], sink, SCALE), wanted[4:5])
-
-
-@pytest.mark.parametrize("cuts", [(64, 64), (64, 128, 30), (8, 5), (40, 100, 1), (128,)])
-def test_pieces_are_as_good_as_the_whole(cuts: tuple[int, ...]) -> None:
-    """Whether they are whole blocks or not, also for a lone row."""
-    q, kv, valid, sink = random_case(9, sum(cuts), seed=len(cuts))
-    whole = sparse_attention(q, kv, valid, sink, SCALE)
-    pieces = [piece.clone() for piece in kv.split(list(cuts), 1)]
-    assert difference(sparse_attention(q, pieces, valid, sink, SCALE), whole) is None
-    lone = [piece[4:5] for piece in pieces]
-    assert difference(sparse_attention(q[4:5], lone, valid[4:5], sink, SCALE), whole[4:5]) is None
