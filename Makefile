@@ -3,9 +3,9 @@
 # make lint    the first three of those
 # make bench   the ratios of the README, measured on this machine (minutes; the index of the SSD store needs 7 GB of disk for a while)
 # make demo-data   the text that the demo network is trained on, from two Debian documentation packages (19 MB fetched, nothing installed)
-# make demo-train  trains the demo network (one GPU, about half an hour; goes on where it was stopped) and writes it to build/demo-checkpoint;
+# make demo-train  trains the demo network (one GPU; goes on where it was stopped) and writes it to build/demo-checkpoint;
 #                  TRAIN="--seconds 500" trains for a piece
-# make demo-eval   what the demo network gets right under every approximation (about half an hour on 2 cores); QUALITY="--quick" for a look
+# make demo-eval   what the demo network gets right under every approximation; QUALITY="--quick" for a look
 # make clean   removes what the others made
 
 PYTHON ?= python3

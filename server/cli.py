@@ -162,7 +162,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "quality",
         help="what the model gets right",
         description="Ask held-out exercises of the demo's tasks under every approximation of the server: recall, arithmetic, tools, JSON, "
-        "prediction of prose, and how all this drifts with the number of replays. Takes half an hour on 2 CPU cores, with --quick 2 min.",
+        "prediction of prose, and how all this drifts with the number of replays. Long on a CPU; --quick takes minutes.",
     )
     quality.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib: the extra `quality`)")
     quality.add_argument("--quick", action="store_true", help="shorter texts, fewer samples and modes")
