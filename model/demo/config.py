@@ -1,7 +1,7 @@
-"""Configuration of the demo network: every mechanism of the released architecture in 8 layers, small enough for a repository.
+"""Configuration of the demo network: every mechanism of the released architecture in 7 layers, small enough for a repository.
 
-Layers 0 and 1 see their window only; 2 is Full at ratio 2, 3 reuses it; the decoder half begins at 4, Full at ratio 1 and the source of
-candidates; 5 reuses it, 6 chooses anew among the candidates, 7 reuses that.
+Layer 0 sees its window only; 1 is Full at ratio 2, 2 reuses it; the decoder half begins at 3, Full at ratio 1 and the source of candidates;
+4 reuses it, 5 chooses anew among the candidates, 6 reuses that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
         "vocab_size": 4096,
         "hidden_size": 256,
         "moe_intermediate_size": 224,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 7,
         "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "head_dim": 128,
@@ -57,20 +57,20 @@ CONFIG: dict[str, Any] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "sliding_window": 64,
-        "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1],
+        "compress_ratios": [0, 2, 2, 1, 1, 1, 1],
         "compress_rope_theta": 160000,
-        "kv_source_layer_ids": [2, 4],
-        "index_source_layer_ids": [2, 4, 6],
+        "kv_source_layer_ids": [1, 3],
+        "index_source_layer_ids": [1, 3, 5],
         "index_n_heads": 4,
         "index_head_dim": 64,
         "index_topk": 64,
-        "candidate_source_layer_id": 4,
-        "candidate_topk_blocks": 64,
+        "candidate_source_layer_id": 3,
+        "candidate_topk_blocks": 128,
         "candidate_block_size": 8,
         "hc_mult": 4,
         "hc_sinkhorn_iters": 8,
         "hc_eps": 1e-06,
-        "engram_layer_ids": [1, 4],
+        "engram_layer_ids": [1, 3],
         "engram_num_embeddings": [48400, 49568],  # sums of the 12 and the next 12 primes from engram_vocab_size on
         "engram_max_ngram_size": 4,
         "engram_vocab_size": 4000,

@@ -40,9 +40,11 @@ class Phase:
 
 
 PHASES = (
-    Phase("dense", 1800, 512, 128, 256, False, SHORT_ROWS, 0.1, 0.5, 0.3),
-    Phase("sparse", 1000, 2048, 32, 64, False, MEDIUM_ROWS, 0.02, 0.5, 0.3),
-    Phase("bounded", 500, 8192, 8, 64, True, LONG_ROWS, 0.0, 0.0, 0.3),
+    Phase("dense", 2000, 512, 176, 512, False, SHORT_ROWS, 0.1, 0.5, 1.0),
+    Phase("reach", 900, 2048, 40, 512, False, MEDIUM_ROWS, 0.05, 0.5, 1.0),
+    Phase("sparse", 500, 4096, 20, 128, False, MEDIUM_ROWS, 0.02, 0.5, 1.0),
+    Phase("bounded", 800, 8192, 10, 64, True, LONG_ROWS, 0.0, 0.0, 1.0),
+    Phase("far", 150, 16384, 5, 64, True, LONG_ROWS, 0.0, 0.0, 1.0),
 )
 
 
