@@ -54,11 +54,10 @@ SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the ev
 MAX_FILES = 65_536
 # Longer than a window and a block of the demo, so that sent again it shows the cache; and the demo knows the answer.
 TRY_TEXT = (
-    "The harbour was closed for the winter and the boats lay on the quay. The secret number of the lighthouse in Bergen is 7421. Nobody "
-    "knew when the ferry would come back, so the people of the town took the road over the hills. In spring the ice broke and the first "
-    "ship brought letters, coffee and a piano for the school. The children learned three songs before the summer came and sang them on "
-    "the market place every Sunday. In the evening the lamps were lit and the town was quiet again until the next ship came. What is the "
-    "secret number of the lighthouse in Bergen?"
+    "The harbour was closed for the winter and the boats lay on the quay. The secret number of Bergen is 7421. Nobody knew when the ferry "
+    "would come back, so the people of the town took the road over the hills. In spring the ice broke and the first ship brought letters, "
+    "coffee and a piano for the school. The children learned three songs before the summer came and sang them on the market place every "
+    "Sunday. In the evening the lamps were lit and the town was quiet again until the next ship came. What is the secret number of Bergen?"
 )
 _NO_MEMORY = re.compile("allocate memory|out of memory|Storage size calculation overflowed")  # what torch says, on CPU and CUDA
 
