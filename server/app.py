@@ -13,10 +13,11 @@ from typing import Any
 
 from forebay import __version__
 from forebay.model.errors import ForebayError
-from forebay.server.chat import ChatRoute, Engine, served_names
-from forebay.server.errors import ClientGoneError, HttpError, describe, unavailable
+from forebay.server.chat import ChatRoute
+from forebay.server.errors import ClientGoneError, Family, HttpError, describe, unavailable
 from forebay.server.exchange import CLIENT_GONE, Exchange, Receive, Scope, Send
 from forebay.server.limits import Lanes, ServerOptions
+from forebay.server.turns import Engine, Turns
 
 log = logging.getLogger("forebay.server")
 access = logging.getLogger("forebay.access")
@@ -37,6 +38,7 @@ class Route:
     open: bool = False
     quiet: bool = False
     below: bool = False  # also everything under `path/`, which the handler reads
+    family: Family = "openai"
 
 
 class App:
@@ -47,14 +49,15 @@ class App:
         self._options = options
         self._lanes = Lanes(options.large)
         self._created = int(time.time())
-        self._names = served_names(engine, options)
+        self._turns = Turns(engine, options, self._lanes)
+        self._names = self._turns.names
         probe: dict[str, Any] = {"methods": ("GET", "HEAD"), "open": True, "quiet": True}
         self.routes: Sequence[Route] = (
             Route(
                 "/v1/chat/completions",
                 ("POST",),
                 ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions", "/beta/v1/chat/completions"),
-                ChatRoute(engine, options, self._lanes),
+                ChatRoute(self._turns),
             ),
             Route("/v1/models", ("GET",), ("/v1/models", "/models"), self._models, below=True),
             Route("/health/live", paths=("/health/live", "/livez"), handler=self._live, **probe),
@@ -92,7 +95,8 @@ class App:
             if not exchange.status:
                 failure = describe(unavailable("draining", ""), request_id=exchange.request_id, state="draining")
                 with contextlib.suppress(Exception):
-                    await exchange.reply(failure.status, failure.body(), failure.headers)
+                    status, body = failure.status_for(exchange.family), failure.body(exchange.family, exchange.request_id)
+                    await exchange.reply(status, body, failure.headers)
         except Exception as error:
             failure = describe(error, request_id=exchange.request_id, state=self._engine.state)
             exchange.notes["error"] = failure.code
@@ -113,6 +117,7 @@ class App:
             path = path[:-1]  # a redirect would turn POST into GET in some clients
         route = self._table.get(path) or next((route for prefix, route in self._below if path.startswith(prefix)), None)
         self._allow_origin(exchange)
+        exchange.family = route.family if route is not None else "anthropic" if path.startswith("/anthropic/") else "openai"
         if route is None:
             text = f"Unknown request URL: {exchange.method} {exchange.path[:200]}. See the README for the routes of this server."
             raise HttpError(404, text, code="unknown_url")

@@ -13,11 +13,16 @@ from forebay.engine.types import QueueFullError, UnavailableError
 from forebay.model.errors import ForebayError, RequestError
 
 State = Literal["loading", "ready", "draining", "dead"]
+Family = Literal["openai", "anthropic"]  # whose clients call a route: the shape of its errors
 Headers = list[tuple[bytes, bytes]]
 
 MAX_RETRY_AFTER_S = 30
 MAX_MESSAGE = 2000  # characters: a key of the client may be megabytes long, and its error names it
 MAX_PATH = 200
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    529: "overloaded_error",
+}  # fmt: skip
 _INDEX = re.compile(r"\.(\d+)(?=[.\[]|$)")
 
 # State of the engine -> error code and seconds after which a retry makes sense.
@@ -63,11 +68,19 @@ class Failure:
     def error(self) -> dict[str, str | None]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
-    def body(self) -> bytes:
-        return orjson.dumps({"error": self.error})
+    def status_for(self, family: Family) -> int:
+        """Anthropic's clients know a server that is full, loading or going away as 529."""
+        return 529 if family == "anthropic" and self.status == 503 and self.code != "engine_unavailable" else self.status
+
+    def body(self, family: Family = "openai", request_id: str = "") -> bytes:
+        """The envelope of spec/http-api.md §2.1."""
+        if family == "openai":
+            return orjson.dumps({"error": self.error})
+        kind = _ANTHROPIC_TYPES.get(self.status_for(family), "api_error" if self.status >= 500 else "invalid_request_error")
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id})
 
     def event(self) -> bytes:
-        """The error as the last data event of a stream that has already started (spec/http-api.md §2.4)."""
+        """The error as the last data event of a chat or completions stream that has already started (spec/http-api.md §2.4)."""
         return b"data: " + self.body() + b"\n\ndata: [DONE]\n\n"
 
 

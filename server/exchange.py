@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from forebay.server.body import check_encoding, too_large
-from forebay.server.errors import ClientGoneError, Failure, Headers, HttpError
+from forebay.server.errors import ClientGoneError, Failure, Family, Headers, HttpError
 from forebay.server.limits import ServerOptions
 
 Scope = MutableMapping[str, Any]
@@ -29,7 +29,7 @@ _DISCARD_S = 2.0
 
 
 class Exchange:
-    """One request. `route` and `notes` are for the access log; `status` is 0 until an answer was started."""
+    """One request. `route` and `notes` are for the access log; `status` is 0 until an answer was started; `family` shapes errors."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
@@ -45,6 +45,7 @@ class Exchange:
         self.began = time.monotonic()
         self.arrived = self.began  # when the whole body was there
         self.route = "other"
+        self.family: Family = "openai"
         self.quiet = False  # successes are logged at debug level
         self.status = 0
         self.admitted = False  # the engine has it
@@ -60,9 +61,13 @@ class Exchange:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [(b"x-request-id", self.request_id.encode()), *self.extra_headers, *headers],
+                "headers": [*self._request_id_headers(), *self.extra_headers, *headers],
             }
         )
+
+    def _request_id_headers(self) -> Headers:
+        value = self.request_id.encode()
+        return [(b"x-request-id", value), *([(b"request-id", value)] if self.family == "anthropic" else [])]
 
     async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None:
         """The whole answer. The body is JSON unless `headers` name another content type."""
@@ -86,7 +91,7 @@ class Exchange:
         whole = self._body_read or (not useless and await self._discard(options.discard_body))
         if not whole and (b"connection", b"close") not in headers:
             headers.append((b"connection", b"close"))
-        await self.reply(failure.status, failure.body(), headers)
+        await self.reply(failure.status_for(self.family), failure.body(self.family, self.request_id), headers)
 
     async def read_body(self, options: ServerOptions) -> bytes:
         """The body as sent (still content-encoded).

@@ -1,8 +1,9 @@
-"""A server-sent event stream over raw ASGI: the status is sent late, silence is broken by comments, errors end it honestly."""
+"""A server-sent event stream over raw ASGI: the status is sent late, silence is broken, errors end it honestly."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from forebay.server.errors import Failure, Headers
@@ -21,11 +22,21 @@ class EventStream:
     """Async context manager. Nothing is sent before the first `write` or keep-alive comment, so failures until then get a real status;
     after it, `Exchange.refuse` ends the stream with an error event.
 
-    `keepalive_s` is the silence in seconds after which a comment is sent; 0 is off.
+    Args:
+        keepalive_s: the silence in seconds after which `beat()` is sent; 0 is off.
+        failing: the events that end a stream which cannot go on.
     """
 
-    def __init__(self, exchange: Exchange, *, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        keepalive_s: float,
+        beat: Callable[[], bytes] = lambda: KEEP_ALIVE,
+        failing: Callable[[Failure], bytes] = Failure.event,
+    ) -> None:
         self._exchange = exchange
+        self._sign, self._failing = beat, failing
         self._send = exchange.send
         self._interval = keepalive_s
         self._loop = asyncio.get_running_loop()
@@ -60,7 +71,7 @@ class EventStream:
 
     async def fail(self, failure: Failure) -> None:
         """End a stream that has started with an error event: never with a finish reason, never in silence."""
-        await self.close(failure.event())
+        await self.close(self._failing(failure))
 
     async def _commit(self) -> None:
         # The lock keeps a keep-alive and the first token from both sending the status.
@@ -76,4 +87,4 @@ class EventStream:
             if wait > 0:
                 await asyncio.sleep(wait)
             else:
-                await self.write(KEEP_ALIVE)
+                await self.write(self._sign())

@@ -1,0 +1,279 @@
+"""What every generating route does the same way: take a body, check it, encode the prompt, submit one engine request per choice.
+
+A route turns its own protocol's body into a chat body, calls `read`, `accept` and `prepare`, and writes what `events` yields in its
+protocol's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from forebay import __version__
+from forebay.engine.metrics import Metrics
+from forebay.engine.types import OutputEvent, Request
+from forebay.model.chat import ChatCodec, EncodedPrompt
+from forebay.model.errors import ForebayError
+from forebay.model.tokenizer import Tokenizer
+from forebay.server.body import decode, parse_object
+from forebay.server.chunks import Choice
+from forebay.server.errors import HttpError, State, unavailable
+from forebay.server.exchange import Exchange
+from forebay.server.limits import Lanes, ServerOptions
+from forebay.server.logprobs import LogprobFeed
+from forebay.server.protocol import MAX_NAMED, ChatCall
+
+T = TypeVar("T")
+
+# Error code -> reason in forebay_rejected_total; every other refusal is "invalid".
+REJECTIONS = {
+    "context_length_exceeded": "context_length",
+    "request_too_large": "too_large",
+    "model_loading": "loading",
+    "draining": "draining",
+    "engine_unavailable": "dead",
+}
+
+
+class Engine(Protocol):
+    """What the server needs of the engine; `engine.client.EngineClient` is one."""
+
+    codec: ChatCodec
+    tokenizer: Tokenizer
+    model_name: str
+    max_context: int  # tokens, prompt and output together
+    metrics: Metrics
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready: loading progress, or what killed it."""
+
+    def last_progress_age(self) -> float:
+        """Seconds since the engine last made progress or was idle."""
+
+    def submit(self, request: Request) -> AsyncGenerator[OutputEvent, None]:
+        """Events of one choice. Refusals are raised before the first event; closing the generator aborts the request within one step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request ready to run: its prompt and one engine request per choice.
+
+    Attributes:
+        id: what the answer's id ends with. created: Unix seconds. model: the name as it was asked for.
+    """
+
+    call: ChatCall
+    prompt: EncodedPrompt
+    requests: list[Request]
+    id: str
+    created: int
+    model: str
+
+    def choices(self, tokenizer: Tokenizer) -> list[Choice]:
+        """The choices to fill, before any event."""
+        call = self.call
+        choices = [Choice(i, shows_reasoning=call.shows_reasoning) for i in range(call.choices)]
+        if call.fields.logprobs:
+            for choice in choices:
+                choice.feed = LogprobFeed(tokenizer, ids_as_text=bool(call.fields.return_tokens_as_token_ids))
+        return choices
+
+
+class AbortedError(ForebayError):
+    """The engine gave a request up before its end."""
+
+    status = 503
+
+
+class Turns:
+    """The way from a request's body to the engine's events, for all routes.
+
+    Attributes:
+        names: names that requests may use, the main one first.
+        fingerprint: stable over restarts of the same server version, model and tokenizer.
+    """
+
+    def __init__(self, engine: Engine, options: ServerOptions, lanes: Lanes) -> None:
+        self.engine, self.options, self.lanes = engine, options, lanes
+        self.names = list(dict.fromkeys([options.model_name or engine.model_name, *options.aliases]))
+        text = f"{__version__}\0{engine.model_name}\0{engine.tokenizer.fingerprint}\0{engine.max_context}"
+        self.fingerprint = f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self._numbers = itertools.count()
+
+    async def run(self, exchange: Exchange, serve: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        """Read the body and `serve` it for as long as the client stays; refusals before the engine has the request are counted."""
+        try:
+            self.require_ready()
+            data = await exchange.read_body(self.options)
+            await exchange.unless_gone(serve(data))
+        except ForebayError as error:
+            # The engine counts its own refusals.
+            if not exchange.admitted and error.status != 500:
+                self.engine.metrics.request_rejected(REJECTIONS.get(error.code or "", "invalid"))
+            raise
+
+    def require_ready(self) -> None:
+        if self.engine.state != "ready":
+            raise unavailable(self.engine.state, self.engine.reason)
+
+    async def read(self, exchange: Exchange, data: bytes, understand: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
+        """What `understand` makes of the body's object, off the loop if it is large; with the size of the body in bytes, decoded."""
+        options = self.options
+        encoding = exchange.headers.get(b"content-encoding", b"").decode("latin-1")
+
+        def work() -> tuple[T, int]:
+            plain = decode(data, encoding, options.max_body) if encoding else data
+            return understand(parse_object(plain, options.max_depth)), len(plain)
+
+        # A small body is parsed faster than it is handed to a thread; a compressed one may be large inside.
+        small = len(data) <= options.off_loop and not encoding
+        return work() if small else await self.lanes.run(len(data), work)
+
+    def accept(self, exchange: Exchange, call: ChatCall, size: int) -> None:
+        """Name what is ignored, count what is unknown, refuse (404) a model that is not served."""
+        for name in call.unknown[:MAX_NAMED]:
+            self.engine.metrics.unknown_field(name)
+        self.require_model(call.fields.model)
+        if call.ignored:
+            exchange.extra_headers.append((b"x-forebay-ignored", ", ".join(call.ignored).encode("ascii", "replace")))
+        exchange.notes.update(body_bytes=size, stream=call.stream)
+
+    def require_model(self, model: str | None) -> None:
+        """Refuse (404) a name that is not served; none, or an empty one, is the main model."""
+        if model and model not in self.names:
+            text = f"The model `{model[:128]}` does not exist. Available: {', '.join(self.names)}"
+            raise HttpError(404, text, code="model_not_found", param="model")
+
+    async def encode(self, call: ChatCall, size: int) -> EncodedPrompt:
+        """The prompt of a chat body; `call.body` is cleared. Raises RequestError with the codec's finding."""
+        options, engine = self.options, self.engine
+        thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
+
+        def work() -> EncodedPrompt:
+            return engine.codec.encode(
+                call.body, default_effort=options.default_effort, thinking_default=thinking, max_tokens=engine.max_context
+            )
+
+        prompt = await self.lanes.run(size, work)
+        call.body.clear()  # nothing reads it again, and it may be megabytes
+        return prompt
+
+    async def prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
+        """Encode the prompt and size the output. Raises RequestError with the codec's finding, or context_length_exceeded."""
+        prompt = await self.encode(call, size)
+        room = self.room(len(prompt.token_ids), call.asked_output)
+        share = f"choices.{next(self._numbers)}" if call.choices > 1 else None
+        requests = [
+            Request(
+                prompt_ids=prompt.token_ids,
+                params=call.sampling(i, thinking=prompt.thinking, effort=prompt.effort, room=room, options=self.options),
+                request_id=self.unique_id(exchange),
+                prompt=prompt,
+                prefill=call.own.prefill,
+                replay=call.own.replay,
+                max_lineage=call.own.max_lineage,
+                salt=call.salt,
+                priority=call.fields.priority or 0,
+                share=share,
+                arrived=exchange.arrived,
+            )
+            for i in range(call.choices)
+        ]
+        effort = prompt.effort if prompt.thinking else "off"
+        exchange.notes.update(prompt_tokens=len(prompt.token_ids), effort=effort)
+        exchange.extra_headers.append((b"x-forebay-effort", str(effort).encode()))
+        suffix = call.fields.request_id or call.fields.rid or exchange.request_id
+        exchange.admitted = True
+        return Job(call, prompt, requests, suffix, int(time.time()), call.fields.model or self.names[0])
+
+    def room(self, length: int, asked: int | None) -> int:
+        """Tokens of output that fit behind a prompt of `length` tokens. Raises HttpError 400 if not even one does."""
+        room = self.engine.max_context - length
+        if room < 1:
+            asked = asked or 0
+            text = (
+                f"This model's maximum context length is {self.engine.max_context} tokens. However, you requested {length + asked} tokens "
+                f"({length} in the messages, {asked} in the completion). Please reduce the length of the messages or completion."
+            )
+            raise HttpError(400, text, code="context_length_exceeded", param="messages")
+        return room
+
+    def unique_id(self, exchange: Exchange) -> str:
+        """A name inside the engine: clients may repeat a request id."""
+        return f"{exchange.request_id}.{next(self._numbers)}"
+
+    async def events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+        """Events of all requests as they come, each with the number of its request. Closing it aborts what still runs.
+
+        Raises what an aborted or failed choice failed with: no client may take a part for the whole.
+        """
+        ended = 0
+        async with aclosing(_merged([self.engine.submit(request) for request in requests])) as events:
+            async for index, event in events:
+                self._raise_failure(event)
+                ended += event.finish_reason is not None
+                yield index, event
+        if ended < len(requests):
+            raise RuntimeError(f"the engine ended {len(requests) - ended} of {len(requests)} choices without a finish reason")
+
+    def _raise_failure(self, event: OutputEvent) -> None:
+        if event.error is not None:
+            raise event.error
+        if event.finish_reason == "abort":
+            self.require_ready()
+            raise AbortedError("The engine gave this request up before its end; it can be sent again.", code="engine_unavailable")
+        if event.finish_reason == "error":
+            raise RuntimeError("the engine reported an error without saying which")
+
+    @staticmethod
+    def note(exchange: Exchange, *, completion: int, cached: int, choices: Sequence[Choice]) -> None:
+        """What the access log tells of an answer."""
+        finish = ",".join(choice.last.finish_reason or "" for choice in choices if choice.last is not None)
+        exchange.notes.update(completion_tokens=completion, cached_tokens=cached, finish=finish)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[OutputEvent, None]]) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+    """Events of all choices as they come, with the number of the choice. Closing it closes every stream; the first error ends them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as events:
+            async for event in events:
+                yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, OutputEvent | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[OutputEvent, None]) -> None:
+        try:
+            async with aclosing(stream) as events:
+                async for event in events:
+                    queue.put_nowait((index, event))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
