@@ -7,11 +7,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Literal
 
 from forebay.engine.metrics import Metrics
-from forebay.engine.types import EngineError, OutputEvent, Request, UnavailableError
+from forebay.engine.types import EngineError, OutputEvent, Request, SlowReaderError, UnavailableError
 from forebay.engine.worker import Engine
 from forebay.model.chat import ChatCodec
 from forebay.model.errors import RequestError
@@ -23,8 +23,57 @@ IDLE_WAIT_S = 1.0  # how often an idle engine shows that it lives
 FAILURES_TO_DIE = 3  # steps in a row that may break before the engine gives up
 LONG_PROMPT = 4096  # tokens from which a request is prepared in a thread
 LAST_STEP_S = 5.0  # how long a drain whose time is over waits for the step in flight
+UNREAD_BYTES = 1 << 20  # of events that wait for a reader; beyond it the request ends
+UNREAD_EVENTS = 64  # that may wait without being weighed
 
 log = logging.getLogger("forebay.engine")
+
+
+class _Mailbox:
+    """Events of one request that its reader has yet to take. A reader that is always late gets several at once.
+
+    `full` is called when more than `UNREAD_BYTES` wait: they are dropped, and an error is all that the reader still finds.
+    """
+
+    __slots__ = ("_events", "_full", "_loop", "_name", "_shut", "_size", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, full: Callable[[str], None]) -> None:
+        self._loop, self._name, self._full = loop, name, full
+        self._events: list[OutputEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._size = 0
+        self._shut = False
+
+    def put(self, event: OutputEvent) -> None:
+        if self._shut:
+            return
+        self._events.append(event)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        elif len(self._events) > UNREAD_EVENTS:
+            self._size += _weight(event)
+            if self._size > UNREAD_BYTES:
+                self._shut = True
+                text = f"The answer was not read: more than {UNREAD_BYTES >> 20} MiB of it waited, so the request was ended."
+                self._events = [OutputEvent(self._name, [], [], finish_reason="error", error=SlowReaderError(text))]
+                self._full(self._name)
+
+    async def take(self) -> list[OutputEvent]:
+        """All events that wait, at least one."""
+        if not self._events:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        events, self._events, self._size = self._events, [], 0
+        return events
+
+
+def _weight(event: OutputEvent) -> int:
+    """Bytes of an event, about."""
+    scores = sum(100 + 100 * len(entry.top) for entry in event.logprobs or ())
+    return 500 + scores + sum(200 + len(delta.text) for delta in event.deltas)
 
 
 class EngineClient:
@@ -38,7 +87,7 @@ class EngineClient:
         self.default_effort = engine.options.default_effort
         self.state: State = "loading"
         self.reason = "the engine has not started"
-        self._queues: dict[str, asyncio.Queue[OutputEvent]] = {}
+        self._queues: dict[str, _Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="forebay-engine", daemon=True)
         self._stopping = False
@@ -60,6 +109,8 @@ class EngineClient:
     async def submit(self, request: Request) -> AsyncGenerator[OutputEvent, None]:
         """Events of one request, the last one with a `finish_reason`. Leaving the iterator early aborts the request.
 
+        A reader that leaves more than `UNREAD_BYTES` of events waiting gets an error as the last one, and the request is aborted.
+
         Raises (before the first event): UnavailableError, QueueFullError, RequestError.
         """
         if self.state != "ready":
@@ -71,16 +122,17 @@ class EngineClient:
         name = request.request_id
         if name in self._queues:
             raise RequestError(f"a request with the id {name!r} is running", param="request_id")
-        queue: asyncio.Queue[OutputEvent] = asyncio.Queue()
-        self._queues[name] = queue
+        queue = self._queues[name] = _Mailbox(asyncio.get_running_loop(), name, self.engine.abort)
         done = True
         try:
             self.engine.enqueue(sequence)
             done = False
             while not done:
-                event = await queue.get()
-                done = event.finish_reason is not None
-                yield event
+                for event in await queue.take():
+                    done = event.finish_reason is not None
+                    yield event
+            # What the end of an answer takes may wait until the tokens of the same step are out on all other streams.
+            await asyncio.sleep(0)
         finally:
             del self._queues[name]
             if not done:
@@ -168,7 +220,8 @@ class EngineClient:
             self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[OutputEvent]) -> None:
+        queues = self._queues
         for event in events:
-            queue = self._queues.get(event.request_id)
+            queue = queues.get(event.request_id)
             if queue is not None:
-                queue.put_nowait(event)
+                queue.put(event)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forebay.engine.batcher import Row
+from forebay.engine.grammar import GrammarCompiler
 from forebay.engine.launch import build_engine
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
@@ -60,10 +61,12 @@ class LLM:
             source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=chat, tiers=tiers, clock=clock
         )
         self.tokenizer = self.engine.tokenizer
+        self.grammars = GrammarCompiler(self.tokenizer)  # of requests with a `grammar`
         self.config = self.engine.runner.backbone.config
 
     def close(self) -> None:
         """Write what is queued for the tiers and stop them; the LLM is of no more use then."""
+        self.grammars.close()
         self.engine.close()
 
     def __enter__(self) -> LLM:

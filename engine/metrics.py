@@ -48,9 +48,10 @@ ERRORS = (
 )  # fmt: skip
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/models", "/v1/models/{id}", "/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/version", "/metrics", "/",
+    "/v1/models", "/v1/models/{id}", "/tokenize", "/detokenize", "/health", "/health/live", "/health/ready", "/version", "/openapi.json",
+    "/metrics", "/",
 )  # fmt: skip
-STATUSES = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "426", "429", "499", "500", "502", "503", "504", "529")
+STATUSES = ("200", "400", "401", "403", "404", "405", "408", "413", "415", "426", "429", "431", "499", "500", "502", "503", "504", "529")
 
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 300, 600)
 _STEPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

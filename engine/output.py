@@ -9,6 +9,8 @@ from forebay.engine.types import FinishReason
 from forebay.model.chat import Delta, OutputParser
 from forebay.model.tokenizer import Tokenizer
 
+PIECES = 256  # of text that are kept apart
+
 
 class StopMatcher:
     """Finds the first stop string in growing text and holds back what may be the beginning of one.
@@ -98,7 +100,8 @@ class OutputProcessor:
         self._detokenizer = tokenizer.detokenizer()
         self._matcher = StopMatcher(stop) if any(stop) else None
         self._include_stop = include_stop
-        self._content: list[str] = []
+        self._content: list[str] = []  # joined from time to time: a piece for each token would be ten times its text
+        self._pieces: list[str] = []
         self.finished: Literal["stop"] | None = None
         self.finish_reason: FinishReason | None = None
         self.matched_stop: str | int | None = None
@@ -106,7 +109,7 @@ class OutputProcessor:
     @property
     def text(self) -> str:
         """All content given out so far."""
-        return "".join(self._content)
+        return "".join(self._content + self._pieces)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -146,7 +149,9 @@ class OutputProcessor:
     def _until_stop(self, deltas: list[Delta]) -> tuple[list[Delta], bool]:
         """(deltas up to the first stop string, whether there is one); a stop string ends the choice."""
         if self._matcher is None:
-            self._content += [delta.text for delta in deltas if delta.channel == "content"]
+            for delta in deltas:
+                if delta.channel == "content":
+                    self._keep(delta.text)
             return deltas, False
         out: list[Delta] = []
         for delta in deltas:
@@ -172,5 +177,11 @@ class OutputProcessor:
 
     def _give(self, out: list[Delta], text: str) -> None:
         if text:
-            self._content.append(text)
+            self._keep(text)
             out.append(Delta("content", text))
+
+    def _keep(self, text: str) -> None:
+        self._pieces.append(text)
+        if len(self._pieces) == PIECES:
+            self._content.append("".join(self._pieces))
+            self._pieces.clear()

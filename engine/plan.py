@@ -156,3 +156,15 @@ def kv_tokens_in(model: str, kv_bytes: int) -> int:
     if kv_bytes < layout.block_bytes:
         raise ConfigError(f"cache.kv_bytes is {kv_bytes}, one block of this model takes {layout.block_bytes}", param="cache.kv_bytes")
     return kv_bytes // layout.block_bytes * layout.block_tokens
+
+
+def tokenizer_file(model: str) -> Path:
+    """The `tokenizer.json` of a model, by its `--model` value.
+
+    Raises:
+        ConfigError: there is no such model, or it is a synthetic one, which is not a folder.
+    """
+    folder = resolve(model).path
+    if folder is None:
+        raise ConfigError(f"{model} has no tokenizer of its own", param="model")
+    return folder / "tokenizer.json"

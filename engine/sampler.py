@@ -8,7 +8,9 @@ How one row is decided, in this order:
 2. `logit_bias` is added. -100 bans the id outright; every other value is only a sum.
 3. While fewer than `min_tokens` tokens are generated, end-of-sequence ids (unless `ignore_eos`) and `stop_token_ids` are excluded.
    Stop strings are not the sampler's business.
-4. `allowed_token_ids` excludes everything else. Where bans or step 3 would leave nothing, they give way: a row always has a token.
+4. `allowed_token_ids` excludes everything else, and so does a constraint (engine/constraint.py). Where bans or step 3 would leave
+   nothing, they give way, where they leave nothing that a constraint allows, all of steps 1 to 4 but the constraint do: a row always has
+   a token.
 5. Greedy rows (temperature below 1e-5, `top_p` 0 or `top_k` 1) take the largest value, the lowest id among equals.
 6. Other rows: l / temperature; `min_p` keeps p >= min_p * max p; `top_k` keeps the k best of those; `top_p` keeps the smallest set of the
    best of those whose mass, after renormalising, reaches top_p. Ties go to the lower id. One draw from what is left.
@@ -38,6 +40,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from forebay.engine.constraint import Allowed, Constraint
 from forebay.engine.types import EngineError, SamplingParams, TokenLogprob
 from forebay.model.errors import RequestError
 
@@ -71,16 +74,19 @@ class SampleResult:
 
 
 class SamplingState:
-    """What the choice of a sequence's next token depends on: its parameters, its seed and the tokens it has seen.
+    """What the choice of a sequence's next token depends on: its parameters, its seed, its constraint and the tokens it has seen.
 
-    It can be rebuilt anywhere from (params, prompt_ids, seed) and `observe` for each generated token; `seed` None draws a random one,
-    so keep `state.seed` where a sequence may have to move.
+    It can be rebuilt anywhere from (params, prompt_ids, seed, a new constraint) and `observe` for each generated token; `seed` None draws
+    a random one, so keep `state.seed` where a sequence may have to move.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], seed: int | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], seed: int | None = None, constraint: Constraint | None = None
+    ) -> None:
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little", signed=True)
         self.params = params
+        self.constraint = constraint
         self.seed = seed
         self.generated = 0
         self.greedy = params.temperature < GREEDY_BELOW or params.top_p == 0.0 or params.top_k == 1
@@ -103,6 +109,8 @@ class SamplingState:
     def observe(self, token_id: int) -> None:
         """Record that `token_id` is the next token of the output. Call it once per token, after `sample`."""
         self.generated += 1
+        if self.constraint is not None:
+            self.constraint.observe(token_id)
         if not self._counting:
             return
         count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
@@ -167,8 +175,11 @@ class SamplingState:
         """Whether end-of-sequence ids are still excluded."""
         return self.generated < self.params.min_tokens and len(self._stops) > 0
 
+    def _constrained(self) -> Allowed | None:
+        return self.constraint.allowed() if self.constraint is not None else None
+
     def _edited(self) -> bool:
-        return self._used > 0 or self._allowed is not None or self._stopping()
+        return self._used > 0 or self._allowed is not None or self._stopping() or self._constrained() is not None
 
 
 class Sampler:
@@ -237,6 +248,7 @@ class Sampler:
         x = torch.nn.functional.pad(logits, (0, self._padded - self.vocab_size), value=-math.inf)
         x = x.clone(memory_format=torch.contiguous_format) if x.data_ptr() == logits.data_ptr() else x.contiguous()
         _edit(x, states)
+        _constrain(x, logits, states)
         drawn = sum(not s.greedy for s in states)
         tokens = _draw_rows(x[:drawn], states[:drawn]) if drawn else []
         return tokens + _argmax(x[drawn:])
@@ -309,6 +321,47 @@ def _edit(x: Tensor, states: Sequence[SamplingState]) -> None:
             kept = x[n, s._allowed]
             x[n].fill_(-math.inf)
             x[n, s._allowed] = kept
+
+
+def _constrain(x: Tensor, logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Exclude what constraints do not allow, in place; a row of which nothing is left begins again from its logits.
+
+    x: [rows, padded vocab] fp32; logits: [rows, vocab] fp32.
+    """
+    held = [(n, allowed) for n, state in enumerate(states) if (allowed := state._constrained()) is not None]
+    if not held:
+        return
+    vocab = logits.shape[1]
+    excluded = _excluded([allowed for _, allowed in held], vocab, x.device)
+    rows = torch.tensor([n for n, _ in held], device=x.device)
+    kept = x[rows]
+    kept[:, :vocab].masked_fill_(excluded, -math.inf)
+    for i in (kept.amax(-1) == -math.inf).nonzero().flatten().tolist():
+        kept[i, :vocab] = logits[rows[i]].masked_fill(excluded[i], -math.inf)
+    x[rows] = kept
+
+
+def _excluded(limits: Sequence[Allowed], vocab: int, device: torch.device) -> Tensor:
+    """[rows, vocab] bool: ids that are not allowed."""
+    out = torch.zeros((len(limits), vocab), dtype=torch.bool, device=device)
+    packed = [(i, allowed.bits) for i, allowed in enumerate(limits) if allowed.bits is not None]
+    if packed:
+        words = np.stack([bits for _, bits in packed])
+        width = min(vocab, words.shape[1] * 32)
+        rows = torch.tensor([i for i, _ in packed], device=device)
+        if device.type == "cpu":
+            bits = torch.from_numpy(np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")) == 0
+        else:  # a thirty-second of the bytes to copy
+            shifts = torch.arange(32, dtype=torch.int32, device=device)
+            bits = ((torch.from_numpy(words.view(np.int32)).to(device)[:, :, None] >> shifts) & 1 == 0).flatten(1)[:, :width]
+        out[rows] = torch.nn.functional.pad(bits, (0, vocab - width), value=True)
+    for i, allowed in enumerate(limits):
+        if allowed.only is not None:
+            out[i] = True
+            out[i, [t for t in allowed.only if t < vocab]] = False
+        elif allowed.banned:
+            out[i, [t for t in allowed.banned if t < vocab]] = True
+    return out
 
 
 def _draw_rows(x: Tensor, states: Sequence[SamplingState]) -> list[int]:

@@ -7,10 +7,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from forebay.model.chat import Delta, EncodedPrompt
 from forebay.model.errors import ForebayError, RequestError
+
+if TYPE_CHECKING:
+    from forebay.engine.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 PrefillMode = Literal["bounded", "exact"]
@@ -30,14 +33,21 @@ class UnavailableError(ForebayError):
     kind = "service_unavailable"
 
 
+class SlowReaderError(ForebayError):
+    """Whoever asked does not read the answer."""
+
+    status = 408
+    kind = "slow_reader"
+
+
 class QueueFullError(ForebayError):
     """The waiting queue is at its limit; `retry_after` is in seconds."""
 
-    status = 429
+    status = 503
     kind = "overloaded"
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
-        super().__init__(message, code="queue_full")
+        super().__init__(message, code="overloaded")
         self.retry_after = retry_after
 
 
@@ -48,7 +58,7 @@ class QueueTimeoutError(ForebayError):
     kind = "overloaded"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, code="queue_timeout")
+        super().__init__(message, code="overloaded")
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class Request:
 
     `prefill`, `replay` and `max_lineage` override the engine's. `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is
     the chat encoding when there is one. Requests with the same `share` are choices of one prompt: those that arrive before the first has
-    its first token share its prefill. `resume_at_most` is for measurements: no more tokens than these are taken from the cache.
+    its first token share its prefill. `resume_at_most` is for measurements: no more tokens than these are taken from the cache. `grammar`
+    is the form of the answer, from the end of its reasoning on. `reasoning_budget` is the most tokens of reasoning, which are then ended.
     """
 
     prompt_ids: Sequence[int]
@@ -154,6 +165,8 @@ class Request:
     priority: int = 0
     share: str | None = None
     resume_at_most: int | None = None
+    grammar: Grammar | None = None
+    reasoning_budget: int | None = None
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -205,12 +218,17 @@ class Usage:
 
 @dataclass
 class OutputEvent:
-    """What one step added to one request. The last event has `finish_reason`, `usage`, `tiers` and `times`; an event may carry no text."""
+    """What one step added to one request. The last event has `finish_reason`, `usage`, `tiers` and `times`; an event may carry no text.
+
+    `tiers` come with the first token too. `prompt_logprobs` come with the first token of a request that asks for them: one entry per
+    prompt token, None for the first.
+    """
 
     request_id: str
     deltas: list[Delta]
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
     usage: Usage | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forebay.cache.manager import CacheManager, Policy
 from forebay.engine.batcher import Batcher, Row
+from forebay.engine.constraint import Constraint, MaskWorker
 from forebay.engine.metrics import Metrics, Stage
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
@@ -80,6 +81,7 @@ class Engine:
         self.max_context = min(options.max_context or longest, longest, manager.capacity_tokens)
         self.sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
         self.reservoir = reservoir
+        self.masks = MaskWorker()
         self.scheduler = Scheduler(
             manager,
             Batcher(options.encoder_tokens, options.decoder_tokens),
@@ -122,17 +124,22 @@ class Engine:
         if len(prompt) >= self.max_context:
             self.metrics.request_rejected("context_length")
             room = " (what the KV pool of this server holds)" if self.max_context == self.manager.capacity_tokens else ""
-            raise RequestError(
+            error = RequestError(
                 f"This model's maximum context length is {self.max_context} tokens{room}. However, your prompt has {len(prompt)} tokens.",
                 param=name,
                 code="context_length_exceeded",
             )
+            error.lengths = (len(prompt), self.max_context)
+            raise error
         self.sampler.check(params)
         room_left = self.max_context - len(prompt)
         limit = room_left if params.max_tokens is None else min(room_left, params.max_tokens)
         parser = self.codec.parser(request.prompt) if request.prompt is not None and self.codec is not None else None
         own = frozenset(self.tokenizer.stop_ids if parser is not None else {self.eos_id})
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else own)
+        constraint = self._constraint(request)
+        # An answer held to a form ends when it is complete, whatever else was asked for.
+        endless = params.ignore_eos and not (constraint is not None and constraint.begins_at_once)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if endless else own)
         output = OutputProcessor(self.tokenizer, params.stop, stops, parser=parser, include_stop=params.include_stop)
         # `min_tokens` holds back every id that would end this choice, not only those the request names.
         chosen = replace(params, stop_token_ids=tuple(sorted(i for i in stops if i < self.vocab_size))) if params.min_tokens else params
@@ -140,7 +147,18 @@ class Engine:
         cache = self.manager.sequence(request.salt)
         if self.manager.prefix_reuse:
             cache.chain.extend(prompt)
-        return Sequence(request, cache, SamplingState(chosen, prompt, params.seed), output, mode, limit, 0, self._policy(request, mode))
+        sampling = SamplingState(chosen, prompt, params.seed, constraint)
+        return Sequence(request, cache, sampling, output, mode, limit, 0, self._policy(request, mode))
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """What holds the request's answer to a form, None if nothing does."""
+        grammar, budget, params = request.grammar, request.reasoning_budget, request.params
+        reasons = request.prompt is not None and request.prompt.initial_channel == "reasoning"
+        if grammar is not None and grammar.spec.begins == "marker" and params.ignore_eos:
+            grammar = None  # nothing may end the answer, so nothing can be complete
+        if grammar is None and (budget is None or not reasons):
+            return None
+        return Constraint(self.tokenizer, grammar, reasoning=reasons, budget=budget)
 
     def _policy(self, request: Request, mode: PrefillMode) -> Policy:
         """What the request accepts from the cache: its own wishes before the engine's, and nothing approximate for an exact prefill."""
@@ -366,14 +384,20 @@ class Engine:
                 gaps.append(now - (times.last_token or now))
             times.last_token = now
             event = self._accept(sequence, *choice)
+            if sequence.scores_prompt and sequence.generated == 1:
+                event.prompt_logprobs = sequence.prompt_logprobs
             events.append(event)
             if sequence.cache.plan is None and event.finish_reason is None:
                 self.scheduler.add(sequence)  # a follower, which has its own place to find
+        # While this step is reported and the next one computed.
+        self.masks.start([s.sampling.constraint for s in due if s.sampling.constraint is not None and s.id in self._sequences])
         self.metrics.inter_token(gaps)
         for sequence in dict.fromkeys([row.sequence for row in rows] + due):
             if sequence.id in broken:
-                failure = EngineError("the model produced numbers that are not finite for this request", code="nonfinite_logits")
-                self.metrics.error("nonfinite_logits")
+                failure = self._ungrammatical(sequence) or EngineError(
+                    "the model produced numbers that are not finite for this request", code="nonfinite_logits"
+                )
+                self.metrics.error(failure.code or failure.kind)
                 deltas = self._flush(sequence, "error")
                 events.append(self._end(sequence, "error", deltas, error=failure, keep=False))
 
@@ -395,17 +419,25 @@ class Engine:
         return due, places
 
     def _sample(self, logits: Tensor, due: list[Sequence]) -> list[tuple[int, TokenLogprob | None] | None]:
-        """Token and log-probability of every sequence, None where its logits are not finite: it fails alone."""
-        good = list(range(len(due)))
+        """Token and log-probability of every sequence, None where its logits are not finite or its grammar failed: it fails alone."""
+        self.masks.finish([s.sampling.constraint for s in due if s.sampling.constraint is not None])
+        good = [i for i, s in enumerate(due) if self._ungrammatical(s) is None]
         try:
-            result = self.sampler.sample(logits, [s.sampling for s in due])
+            result = self.sampler.sample(logits if len(good) == len(due) else logits[good], [due[i].sampling for i in good])
         except NonFiniteLogitsError as error:
-            good = [i for i in good if i not in error.rows]
+            good = [i for place, i in enumerate(good) if place not in error.rows]
             result = self.sampler.sample(logits[good], [due[i].sampling for i in good])
         found: list[tuple[int, TokenLogprob | None] | None] = [None] * len(due)
         for i, token, logprob in zip(good, result.token_ids, result.logprobs, strict=True):
             found[i] = (token, logprob)
         return found
+
+    def _ungrammatical(self, sequence: Sequence) -> EngineError | None:
+        """Why the form that its answer is held to cannot be followed further, None if it can."""
+        constraint = sequence.sampling.constraint
+        if constraint is None or not constraint.error:
+            return None
+        return EngineError(f"the form that was asked for cannot be followed: {constraint.error}", code="grammar_failed")
 
     def _accept(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> OutputEvent:
         """Append one sampled token; ends the sequence when it is due."""
@@ -423,7 +455,8 @@ class Engine:
             reason = sequence.output.finish_reason or "length"
         if reason is not None:
             return self._end(sequence, reason, deltas, [token], chosen)
-        return OutputEvent(sequence.id, deltas, [token], chosen, preemptions=sequence.preemptions)
+        tiers = sequence.tiers if sequence.generated == 1 else None  # where the prompt came from is known, and some protocols tell it first
+        return OutputEvent(sequence.id, deltas, [token], chosen, tiers=tiers, preemptions=sequence.preemptions)
 
     def _flush(self, sequence: Sequence, reason: FinishReason) -> list[Delta]:
         """What the output still held back. A request ends whether or not its text can be finished."""
@@ -508,6 +541,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is queued for other tiers and stop them. Only while nothing steps."""
+        self.masks.close()
         if self.reservoir is not None:
             self.reservoir.close()
 

@@ -7,20 +7,25 @@ what it has no switch for: efforts other than the named ones, keeping the reason
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import deepseek_recipe as recipe
 
 from forebay.model.chat_parse import Channel, Delta, OutputParser, ParseOptions
-from forebay.model.chat_request import DEFAULT_EFFORT, ChatRequest, parse_chat_request
+from forebay.model.chat_request import DEFAULT_EFFORT, AnswerForm, ChatRequest, ToolSchema, parse_chat_request, parse_response_format
 from forebay.model.errors import ForebayError, RequestError
+from forebay.model.token_cache import TokenCache, TooManyTokensError
 from forebay.model.tokenizer import ASSISTANT, IMAGE, THINK_END, THINK_START, Tokenizer
 
-__all__ = ["ENCODING_VERSION", "Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions"]
+__all__ = [
+    "ENCODING_VERSION", "AnswerForm", "Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions", "ToolSchema",
+    "parse_response_format",
+]  # fmt: skip
 
 ENCODING_VERSION = f"chat1-recipe{version('deepseek-recipe')}"  # of the prompt encoding; the first number counts our own changes to it
+TOKEN_CACHE_BYTES = 64 << 20  # ids of about as many characters of prompts
 EFFORT_LINE = "Reasoning Effort: "
 GROUNDING = frozenset(f"<｜{slash}{tag}｜>" for tag in ("ref", "box", "point", "polygon") for slash in ("", "/"))
 
@@ -36,6 +41,7 @@ class EncodedPrompt:
         initial_channel: where the first sampled token goes.
         parse: how to read the answer.
         continues: the prompt ends inside an assistant message that the answer continues.
+        form: what form the answer is to have.
     """
 
     token_ids: list[int]
@@ -45,6 +51,7 @@ class EncodedPrompt:
     initial_channel: Channel
     parse: ParseOptions
     continues: bool
+    form: AnswerForm = field(default_factory=AnswerForm)
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,24 @@ class _Segment:
 
 
 class ChatCodec:
-    """Encodes chat requests for one tokenizer. Holds no state of a request; every method may be called from several threads at once."""
+    """Encodes chat requests for one tokenizer. Every method may be called from several threads at once.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises CheckpointError naming every token that chat needs and the vocabulary lacks."""
+    Of a request it holds nothing but the ids of its text, so that a turn that extends it is not tokenised from the start.
+
+    Attributes:
+        vision: whether the model sees images. None does yet: `encode` refuses them.
+    """
+
+    vision = False
+
+    def __init__(self, tokenizer: Tokenizer, *, cache_bytes: int = TOKEN_CACHE_BYTES) -> None:
+        """`cache_bytes`: memory for ids of earlier prompts, 0 for none.
+
+        Raises CheckpointError naming every token that chat needs and the vocabulary lacks.
+        """
         tokenizer.require_chat_tokens()
         self._tokenizer = tokenizer
+        self.token_cache = TokenCache(tokenizer.encodings, cut=tokenizer.may_cut, max_bytes=cache_bytes)
         self._encoding = recipe.DeepseekV41Encoding().with_special_tokens(recipe.SpecialTokens(image=IMAGE))
 
     def encode(
@@ -71,6 +90,8 @@ class ChatCodec:
         default_effort: int | str = "high",
         thinking_default: bool = True,
         max_tokens: int | None = None,
+        strict_tool_messages: bool = False,
+        salt: str = "",
     ) -> EncodedPrompt:
         """Render and tokenise a chat-completions request; takes CPU time in proportion to the text, most of it without the GIL.
 
@@ -80,11 +101,13 @@ class ChatCodec:
                 the older names of these.
             default_effort: effort of requests that name none; "none" answers them without thinking.
             thinking_default: whether requests that do not say think.
-            max_tokens: refuse a prompt that must be longer, as its bytes tell, before the work of tokenising it. Shorter ones may pass.
+            max_tokens: refuse a prompt that is much longer with as little work as it takes to know that. Twice as long may pass.
+            strict_tool_messages: refuse results and calls that do not match each other, which are otherwise put right.
+            salt: separates tenants: only prompts with the same one share remembered ids.
 
         Raises RequestError naming the field.
         """
-        request = parse_chat_request(body, default_effort, thinking_default)
+        request = parse_chat_request(body, default_effort, thinking_default, strict_tool_messages)
         segments = self._render(request)
         parse = ParseOptions(
             start=request.start,
@@ -95,13 +118,14 @@ class ChatCodec:
             json=request.json,
         )
         return EncodedPrompt(
-            token_ids=self._token_ids(segments, max_tokens),
+            token_ids=self._token_ids(segments, max_tokens, salt),
             text="".join(segment.text for segment in segments),
             thinking=request.thinking,
             effort=request.effort,
             initial_channel="tool_calls" if request.start == "calls" else request.start,
             parse=parse,
             continues=request.continues,
+            form=request.form,
         )
 
     def parser(self, prompt: EncodedPrompt) -> OutputParser:
@@ -134,16 +158,17 @@ class ChatCodec:
             segments = [*(segments if request.task == "action" else segments[:-2]), _Segment(f"<｜{request.task}｜>", True)]
         return segments
 
-    def _token_ids(self, segments: list[_Segment], max_tokens: int | None) -> list[int]:
+    def _token_ids(self, segments: list[_Segment], max_tokens: int | None, salt: str) -> list[int]:
+        plain_texts = [segment.text for segment in segments if not segment.marker]
         if max_tokens is not None:
-            least = sum(len(s.text.encode()) for s in segments if not s.marker) // self._tokenizer.longest_token
+            least = sum(len(text.encode()) for text in plain_texts) // self._tokenizer.longest_token
             if least > max_tokens:
-                raise RequestError(
-                    f"This model's maximum context length is {max_tokens} tokens. However, your messages are at least {least} tokens long.",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
-        texts = self._tokenizer.encode_many([segment.text for segment in segments if not segment.marker])
+                raise _too_long(least, max_tokens)
+        try:
+            # What is a little too long is told with its exact length, by whoever knows the output that is to follow.
+            texts = self.token_cache.encode_many(plain_texts, salt, None if max_tokens is None else 2 * max_tokens)
+        except TooManyTokensError as error:
+            raise _too_long(error.least, max_tokens or 0) from None
         plain = iter(texts)
         ids: list[int] = []
         for segment in segments:
@@ -155,6 +180,16 @@ class ChatCodec:
                 raise RequestError(f"the served checkpoint has no token {segment.text}", param="messages", code="unsupported_value")
             ids.append(token_id)
         return ids
+
+
+def _too_long(least: int, max_tokens: int) -> RequestError:
+    error = RequestError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your messages are at least {least} tokens long.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+    error.lengths = (least, max_tokens)
+    return error
 
 
 def _write_effort(segments: list[_Segment], effort: int | None) -> None:

@@ -36,21 +36,28 @@ class Turn:
     prefix: bool = False
 
 
-def parse_messages(body: Mapping[str, Any], exact: ExactIntegers) -> list[Turn]:
-    """Turns in prompt order: empty system messages gone, every call followed by its result in the order of the calls."""
+def parse_messages(body: Mapping[str, Any], exact: ExactIntegers, strict_tool_messages: bool = False) -> list[Turn]:
+    """Turns in prompt order: empty system and unset assistant messages gone, results behind their calls and in their order.
+
+    Raises RequestError; with `strict_tool_messages` also for results and calls that do not match each other.
+    """
     if body.get("messages") is None:
         raise bad("messages is missing", "messages", "missing_required_parameter")
     messages = array_at(body["messages"], "messages")
     if not messages:
         raise bad("messages must not be empty", "messages", "empty_array")
     turns: list[Turn] = []
+    places: list[int] = []  # of the turns in `messages`
     latest: dict[str, str] = {}  # id of the latest call of each tool
     for i, entry in enumerate(messages):
         param = f"messages.{i}"
         turn = _parse_message(object_at(entry, param), param, i == len(messages) - 1, latest, exact)
         if turn is not None:
             turns.append(turn)
+            places.append(i)
             latest |= {call.name: call.id for call in turn.calls}
+    if strict_tool_messages:
+        _require_results(turns, places)
     return order_results(turns)
 
 
@@ -100,8 +107,8 @@ def _parse_assistant(message: Mapping[str, Any], param: str, last: bool, exact: 
             reasoning = "".join(string_at(text, f"{param}.reasoning_details") for text in texts if text is not None) or reasoning
     if given is None and not (content or reasoning or calls):
         if last:
-            raise bad("an assistant message needs content or tool_calls", f"{param}.content")
-        return None
+            raise bad("invalid assistant message: content or tool_calls must be set", f"{param}.content")
+        return None  # an aborted turn of an agent's history
     return Turn("assistant", content, reasoning, calls, prefix=bool(message.get("prefix")))
 
 
@@ -178,7 +185,7 @@ def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
             texts.append(string_at(part.get("refusal"), f"{where}.{i}.refusal"))
         elif kind == "thinking" and message.get("role") == "assistant":
             thoughts.append(string_at(part.get("thinking"), f"{where}.{i}.thinking"))
-        elif kind == "file":
+        elif kind in ("file", "input_file"):
             texts.append(_file_text(part, f"{where}.{i}"))
         elif kind in ("image_url", "input_image", "image"):
             raise bad(PICTURES, f"{where}.{i}", "unsupported_value")
@@ -188,18 +195,55 @@ def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
 
 
 def _file_text(part: Mapping[str, Any], param: str) -> str:
-    """Text of a file given as a data URL."""
-    file = object_at(part.get("file"), f"{param}.file")
-    url = string_at(file.get("file_data"), f"{param}.file.file_data")
+    """Text of a file given as a data URL, in chat's or in Responses' spelling of the part."""
+    if part.get("type") == "file":
+        param = f"{param}.file"
+        part = object_at(part.get("file"), param)
+    for name in ("file_id", "file_url"):
+        if part.get("file_data") is None and part.get(name) is not None:
+            raise bad(f"{param}.{name}: files are neither kept nor fetched here; send file_data", f"{param}.{name}", "unsupported_value")
+    url = string_at(part.get("file_data"), f"{param}.file_data")
     found = re.match(r"data:([\w.+-]+/[\w.+-]+)?((?:;[^;,]*)*),", url)
     if found is None or not (found[1] or "text/plain").startswith("text/"):
         message = PICTURES if found and found[1].startswith("image/") else "only text files are supported, as data:text/…;base64 URLs"
-        raise bad(message, f"{param}.file.file_data", "unsupported_value")
+        raise bad(message, f"{param}.file_data", "unsupported_value")
     try:
         data = unquote_to_bytes(url[found.end():])
         return (base64.b64decode(data) if found[2].endswith(";base64") else data).decode("utf-8")
     except ValueError as error:
-        raise bad(f"{param}.file.file_data is not UTF-8 text: {error}"[:200], f"{param}.file.file_data") from None
+        raise bad(f"{param}.file_data is not UTF-8 text: {error}"[:200], f"{param}.file_data") from None
+
+
+def _require_results(turns: list[Turn], places: list[int]) -> None:
+    """Refuse what `order_results` would mend. `places` are the numbers of the messages that the turns were made from."""
+    caller = 0  # message of the latest calls
+    missing: list[str] = []
+    answered: set[str | None] | None = None  # None where no result may stand
+    for turn, place in [*zip(turns, places, strict=True), (None, 0)]:
+        if turn is not None and turn.role == "tool":
+            param = f"messages.{place}"
+            if answered is None:
+                text = f"{param}: messages with role 'tool' must be a response to a preceding message with 'tool_calls'"
+                raise bad(text, param, "invalid_message_sequence")
+            if turn.call_id in missing:
+                missing.remove(turn.call_id)
+            elif turn.call_id in answered:
+                raise bad(f"{param}: duplicate value for 'tool_call_id' of {shown(turn.call_id)}", param, "invalid_message_sequence")
+            else:
+                text = f"{param}: 'tool_call_id' {shown(turn.call_id)} is not the id of a call in messages.{caller}"
+                raise bad(text, param, "invalid_message_sequence")
+            answered.add(turn.call_id)
+            continue
+        if missing:
+            param = f"messages.{caller}"
+            text = (
+                f"{param}: an assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'. "
+                f"The following tool_call_ids did not have response messages: {', '.join(missing)[:200]}"
+            )
+            raise bad(text, param, "invalid_message_sequence")
+        answered = None
+        if turn is not None and turn.calls:
+            caller, missing, answered = place, [call.id for call in turn.calls], set()
 
 
 def order_results(turns: list[Turn]) -> list[Turn]:

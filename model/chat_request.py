@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -32,7 +32,37 @@ EFFORTS: dict[str, int | None] = {
     "none": None, "minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100, "ultra": 100,
 }  # fmt: skip
 DEFAULT_EFFORT = 75
+CUSTOM_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class ToolSchema:
+    """A tool that the answer may call; `param` names the field of its parameters in errors."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool
+    param: str
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What form the answer is to have. The prompt says the same to the model; whoever samples can see to it.
+
+    Attributes:
+        kind, value: `json_object` and None, `json_schema` and the schema, `regex` and the pattern, or `text` and None.
+        strict: the schema is to be obeyed to the letter. `param` names its field in errors.
+        tools: those that may be called. `required`: at least one of them is. `single`: at most one.
+    """
+
+    kind: Literal["text", "json_object", "json_schema", "regex"] = "text"
+    value: Any = None
+    strict: bool = False
+    param: str = "response_format"
+    tools: tuple[ToolSchema, ...] = ()
+    required: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +78,7 @@ class ChatRequest:
         task: quick-instruction task of the last message.
         tools: whether the answer may call tools. json: whether its content is to be JSON.
         properties: declared property names by tool. `max_calls`: 1 without parallel calls.
+        form: what form the answer is to have.
     """
 
     conversation: recipe.Conversation
@@ -62,28 +93,33 @@ class ChatRequest:
     properties: dict[str, frozenset[str]]
     max_calls: int | None
     exact: ExactIntegers
+    form: AnswerForm = field(default_factory=AnswerForm)
 
 
-def parse_chat_request(body: Any, default_effort: int | str, thinking_default: bool) -> ChatRequest:
+def parse_chat_request(body: Any, default_effort: int | str, thinking_default: bool, strict_tool_messages: bool = False) -> ChatRequest:
     """Check `body` and convert it. Raises RequestError."""
     if not isinstance(body, Mapping):
         raise bad(f"the body must be an object, got {type(body).__name__}", None, "invalid_type")
     exact = ExactIntegers(body)
     thinking, effort = resolve_reasoning(body, default_effort, thinking_default)
     tools = parse_tools(body, exact)
-    choice = parse_tool_choice(body, {tool.name for tool in tools})
-    schema, json_object = parse_response_format(body, exact)
-    turns = parse_messages(body, exact)
+    choice, allowed = parse_tool_choice(body, {tool.name for tool in tools})
+    form = parse_response_format(body)
+    schema = {"type": "regex", "regex": form.value} if form.kind == "regex" else json_at(form.value, form.param, exact)
+    turns = parse_messages(body, exact, strict_tool_messages)
 
     with_tools = bool(tools) and choice != "none"
     continues = flag(body, "continue_final_message", False) or bool(turns and turns[-1].prefix)
     if continues:
-        _check_continuation(turns, len(body["messages"]) - 1, with_tools, json_object or schema is not None)
+        _check_continuation(turns, len(body["messages"]) - 1, with_tools, form.kind != "text")
     elif not flag(body, "add_generation_prompt", True):
         raise bad("add_generation_prompt false needs continue_final_message", "add_generation_prompt", "unsupported_value")
     task = turns[-1].task if turns else None
     forced = choice == "required" and with_tools and not thinking and task is None
     reasons = thinking and task is None and not (continues and turns[-1].content)
+    single = not flag(body, "parallel_tool_calls", True)
+    offered = with_tools and task is None
+    callable_tools = tuple(tool for tool in tool_schemas(body) if offered and (allowed is None or tool.name in allowed))
     keep_reasoning = thinking and not with_tools and not switch(body, "drop_thinking", True)
     finished = [turn for turn in (turns[:-1] if continues else turns) if turn.role == "assistant"]
     try:
@@ -92,7 +128,7 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
             thinking_mode=thinking,
             tools=tools if with_tools else None,
             tool_choice="required" if forced else "auto",
-            response_format="json_object" if json_object else "text",
+            response_format="json_object" if form.kind == "json_object" else "text",
             response_schema=schema,
         )
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -106,10 +142,11 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
         start="calls" if forced else "reasoning" if reasons else "content",
         task=task,
         tools=with_tools and task is None,
-        json=json_object or schema is not None,
+        json=form.kind in ("json_object", "json_schema"),
         properties={tool.name: _property_names(tool.parameters) for tool in tools},
-        max_calls=None if flag(body, "parallel_tool_calls", True) else 1,
+        max_calls=1 if single else None,
         exact=exact,
+        form=replace(form, tools=callable_tools, required=choice == "required" and task is None, single=single),
     )
 
 
@@ -239,7 +276,7 @@ def _parse_tool(entry: Mapping[str, Any], param: str, exact: ExactIntegers) -> r
         if isinstance(style, Mapping) and style.get("type") == "grammar":
             grammar = object_at(style.get("grammar", style), f"{where}.format.grammar")
             text += "\n\n" + string_at(grammar.get("definition"), f"{where}.format.grammar.definition")
-        parameters: Any = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        parameters: Any = CUSTOM_PARAMETERS
     else:
         schema = function.get("parameters")
         if schema is None:
@@ -255,13 +292,29 @@ def _property_names(schema: Any) -> frozenset[str]:
     return frozenset(properties) if isinstance(properties, dict) else frozenset()
 
 
-def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> Literal["auto", "none", "required"]:
-    """The mode of `tool_choice` (or the older `function_call`); a named tool is `required`."""
+def tool_schemas(body: Mapping[str, Any]) -> list[ToolSchema]:
+    """Of every tool, in order, what its calls are held to, as the client wrote it. For a body that `parse_tools` has checked."""
+    name = "tools" if body.get("tools") is not None else "functions"
+    found = []
+    for i, entry in enumerate(body.get(name) or ()):
+        custom = name == "tools" and entry.get("type") == "custom"
+        inner = "custom" if custom else "function"
+        function, where = (entry[inner], f"{name}.{i}.{inner}") if name == "tools" and inner in entry else (entry, f"{name}.{i}")
+        strict = function.get("strict", entry.get("strict"))
+        if strict is not None and not isinstance(strict, bool):
+            raise bad(f"{where}.strict must be true or false, got {shown(strict)}", f"{where}.strict", "invalid_type")
+        parameters = CUSTOM_PARAMETERS if custom else function.get("parameters") or {}
+        found.append(ToolSchema(function["name"], parameters, bool(strict), f"{where}.parameters"))
+    return found
+
+
+def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> tuple[Literal["auto", "none", "required"], frozenset[str] | None]:
+    """The mode of `tool_choice` (or the older `function_call`), and the names it restricts calls to; a named tool is `required`."""
     param = "tool_choice" if body.get("tool_choice") is not None else "function_call"
     choice = body.get(param)
     if choice is None or choice in ("auto", "none"):
-        return "none" if choice == "none" else "auto"
-    wanted: list[str] = []
+        return ("none" if choice == "none" else "auto"), None
+    wanted: list[str] | None = None
     if choice in ("required", "any"):
         mode: Any = "required"
     else:
@@ -279,12 +332,14 @@ def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> Literal["auto
             raise bad(f"{param}.type must be function, custom or allowed_tools, got {shown(kind)}", f"{param}.type")
         if mode not in ("auto", "required"):
             raise bad(f"{param}.allowed_tools.mode must be auto or required, got {shown(mode)}", f"{param}.allowed_tools.mode")
-    for name in wanted:
+    for name in wanted or ():
         if name not in names:
-            raise bad(f"no tool named {shown(name)} is in tools", param)
+            raise bad(f"Invalid value for '{param}': no function named {shown(name)} was specified in the 'tools' parameter.", param)
     if mode == "required" and not names:
         raise bad(f"{param} asks for a call, but there are no tools", param)
-    return "required" if mode == "required" else "auto"
+    if wanted == []:
+        raise bad(f"{param}.allowed_tools.tools must name at least one tool", f"{param}.allowed_tools.tools", "empty_array")
+    return ("required" if mode == "required" else "auto"), None if wanted is None else frozenset(wanted)
 
 
 def _chosen_name(entry: Any, param: str) -> str:
@@ -293,21 +348,26 @@ def _chosen_name(entry: Any, param: str) -> str:
     return string_at(object_at(inner, param).get("name"), f"{param}.name")
 
 
-def parse_response_format(body: Mapping[str, Any], exact: ExactIntegers) -> tuple[Any | None, bool]:
-    """(schema, False) for json_schema, (None, True) for json_object, (None, False) for text."""
+def parse_response_format(body: Mapping[str, Any]) -> AnswerForm:
+    """The form that `response_format` asks for, without tools."""
     if body.get("response_format") is None:
-        return None, False
+        return AnswerForm()
     style = object_at(body["response_format"], "response_format")
     kind = style.get("type")
     if kind == "text":
-        return None, False
+        return AnswerForm()
     if kind == "json_object":
         if style.get("schema") is None:
-            return None, True
-        return json_at(object_at(style["schema"], "response_format.schema"), "response_format.schema", exact), False
+            return AnswerForm("json_object")
+        param = "response_format.schema"
+        return AnswerForm("json_schema", object_at(style["schema"], param), param=param)
     if kind == "json_schema":
         inner = object_at(style.get("json_schema"), "response_format.json_schema")
         param = "response_format.json_schema.schema"
-        return json_at(object_at(inner.get("schema"), param), param, exact), False
-    known = "text, json_object or json_schema"
+        strict = inner.get("strict") is not None and boolean_at(inner["strict"], "response_format.json_schema.strict")
+        return AnswerForm("json_schema", object_at(inner.get("schema"), param), strict, param)
+    if kind == "regex":
+        param = "response_format.regex"
+        return AnswerForm("regex", string_at(style.get("regex"), param), param=param)
+    known = "text, json_object, json_schema or regex"
     raise bad(f"response_format.type must be {known}, got {shown(kind)}", "response_format.type", "unsupported_value")

@@ -11,10 +11,12 @@ class ForebayError(Exception):
         kind: short machine-readable word (the OpenAI error `type`).
         param: name of the offending request field or setting, if there is one.
         code: OpenAI error `code`, if there is one.
+        lengths: of a prompt that is too long, its tokens (at least) and the limit, for protocols with a sentence of their own.
     """
 
     status = 500
     kind = "internal_error"
+    lengths: tuple[int, int] | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

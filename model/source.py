@@ -6,13 +6,15 @@ import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from forebay.model.checkpoint import Checkpoint, Progress, Weights
 from forebay.model.config import ModelConfig
-from forebay.model.demo import demo_checkpoint
+from forebay.model.demo import TOKENIZER, demo_checkpoint
 from forebay.model.errors import ConfigError
-from forebay.model.synthetic import SyntheticCheckpoint, synthetic_config
+
+# What handles weights brings torch, which takes seconds to import; who only asks what a model is need not wait for it.
+if TYPE_CHECKING:
+    from forebay.model.checkpoint import Progress, Weights
 
 SYNTHETIC = "synthetic:"
 SYNTHETIC_BASE = "v41-flash"
@@ -33,8 +35,16 @@ class ModelSource:
     path: Path | None
     config: ModelConfig
 
+    @property
+    def tokenizer_path(self) -> Path:
+        """Its `tokenizer.json`, which need not be there."""
+        return TOKENIZER if self.path is None else self.path / "tokenizer.json"
+
     def open(self, *, scan: bool = True, progress: Progress | None = None) -> Weights:
         """Open the weights; arguments and errors as `Checkpoint.open`."""
+        from forebay.model.checkpoint import Checkpoint
+        from forebay.model.synthetic import SyntheticCheckpoint
+
         if self.path is None:
             return SyntheticCheckpoint(self.config)
         return Checkpoint.open(self.path, scan=scan, progress=progress)
@@ -79,4 +89,6 @@ def _parse_synthetic(model: str) -> ModelConfig:
         if not equals or not text.isascii() or not text.isdigit():
             raise ConfigError(f"{key} in {model!r} must be a whole number, got {text!r}", param="model")
         values[key] = int(text)
+    from forebay.model.synthetic import synthetic_config
+
     return synthetic_config(**values)

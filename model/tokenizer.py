@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from forebay.model.errors import CheckpointError
+from forebay.model.token_cache import Encoding, may_cut
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -44,11 +45,13 @@ class Tokenizer:
     Attributes:
         vocab_size: highest id + 1.
         fingerprint: hex sha256 of the file.
+        may_cut: whether text may be tokenised piece by piece (`token_cache.pieces`).
         longest_token: bytes of the longest token, so that a text of n bytes has at least n / longest_token tokens.
         bos_id, eos_id, pad_id, system_id, user_id, assistant_id, think_start_id, think_end_id, dsml_id, image_id:
             ids by spelling, None where the vocabulary lacks the token.
         stop_ids: ids that end a chat turn: end of sentence, and the markers that could only open another turn.
         silent_ids: ids that never become text (beginning and end of sentence, padding).
+        added_ids: ids of all added tokens.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
@@ -68,7 +71,9 @@ class Tokenizer:
 
         self.vocab_size = max([*vocab.values(), *added.values()], default=-1) + 1
         self.fingerprint = hashlib.sha256(data).hexdigest()
+        self.may_cut = may_cut(spec)
         self._added = added
+        self.added_ids = frozenset(added.values())
         self._bytes = _token_table(vocab, added, self.vocab_size)
         self._texts = [_complete_text(piece) for piece in self._bytes]
         self.longest_token = max((len(piece) for piece in self._bytes), default=1) or 1
@@ -118,7 +123,12 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in one call that releases the GIL while it works."""
-        return [e.ids for e in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [e.ids for e in self.encodings(texts)]
+
+    def encodings(self, texts: Sequence[str]) -> Sequence[Encoding]:
+        """`encode_many`, with ids that are made when they are asked for: making millions of them holds the GIL."""
+        encodings: Sequence[Encoding] = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        return encodings
 
     def encode_special(self, text: str) -> list[int]:
         """Ids of a raw prompt, in which the spelling of a control token is that token. Nothing is put in front."""

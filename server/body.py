@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import orjson
+import zstandard
 
 from forebay.server.errors import HttpError
 
@@ -17,6 +18,8 @@ _JSON_TYPES = {
     type(None): "null", bool: "a boolean", int: "an integer", float: "a decimal", str: "a string", list: "an array", dict: "an object",
 }  # fmt: skip
 _PIECE = 256 * 1024
+_SIP = 512
+_WINDOW = 1 << 23  # bytes a zstd frame may look back: what RFC 9659 allows as a Content-Encoding
 _SCAN = 1 << 20  # bytes of a broken body that are searched for why it is broken
 _MEMBERS = 10_000  # of a gzip body: parallel compressors make one per 64 KiB or more
 _MAX_VALUES = 1_000_000  # in a body: a value costs tens of bytes once parsed, whatever it cost to send
@@ -24,6 +27,8 @@ _MAX_VALUES = 1_000_000  # in a body: a value costs tens of bytes once parsed, w
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _NESTING = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
+_LONG = b"0" * 19  # digits from which on an integer may not fit into 64 bits
 _NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3,}")
 
 
@@ -37,20 +42,20 @@ def too_large(limit: int) -> HttpError:
 def check_encoding(encoding: str) -> None:
     """Refuse (415) a Content-Encoding that `decode` does not undo."""
     for name in _encodings(encoding):
-        if name not in ("gzip", "x-gzip", "deflate"):
-            message = f"Content-Encoding {name[:32]!r} is not supported. Use identity, gzip or deflate."
-            raise HttpError(415, message, code="unsupported_media_type", headers=[(b"accept-encoding", b"gzip, deflate")])
+        if name not in ("gzip", "x-gzip", "deflate", "zstd"):
+            message = f"Content-Encoding {name[:32]!r} is not supported. Use identity, gzip, deflate or zstd."
+            raise HttpError(415, message, code="unsupported_media_type", headers=[(b"accept-encoding", b"gzip, deflate, zstd")])
 
 
 def decode(data: bytes, encoding: str, limit: int) -> bytes:
     """Undo Content-Encoding. Stops at `limit` decoded bytes (413), so a small body cannot unfold into a huge one; damaged data is 400."""
     for name in reversed(_encodings(encoding)):
-        data = _inflate(data, name, limit)
+        data = _unfold(data, limit) if name == "zstd" else _inflate(data, name, limit)
     return data
 
 
 def parse_object(data: bytes, max_depth: int) -> dict[str, Any]:
-    """The JSON object in `data`. Duplicate keys: the last one wins.
+    """The JSON object in `data`. Duplicate keys: the last one wins. Integers are exact.
 
     Raises HttpError 400: not JSON (with the position), not an object, deeper than `max_depth`, NaN or an infinity (naming the field), or
     so many values that they would take a multiple of the body in memory.
@@ -64,9 +69,19 @@ def parse_object(data: bytes, max_depth: int) -> dict[str, Any]:
         value = _explain(data, max_depth, error)
     if _deeper(value, max_depth):
         raise _too_deep(max_depth)
+    if data.translate(_DIGITS).find(_LONG) >= 0:
+        value = json.loads(data)  # orjson makes decimals of integers beyond 64 bits, and refuses those of 310 digits and more
     if not isinstance(value, dict):
         raise HttpError(400, f"The request body must be a JSON object, got {json_type(value)}.", code="invalid_type")
     return value
+
+
+def to_json(value: Any) -> bytes:
+    """JSON of what may hold a value of a client or the model: also integers beyond 64 bits, which orjson reads but does not write."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def json_type(value: Any) -> str:
@@ -114,6 +129,31 @@ def _inflate(data: bytes, name: str, limit: int) -> bytes:
             rest = stream.unused_data  # gzip allows several members in a row
     except zlib.error as error:
         raise HttpError(400, f"The request body is not valid {name}: {error}.", code="invalid_body") from None
+    return b"".join(pieces)
+
+
+def _unfold(data: bytes, limit: int) -> bytes:
+    """Undo zstd. Fed in such small pieces since the decoder gives out all that a piece holds, which is up to 128 KiB for 4 bytes."""
+    pieces: list[bytes] = []
+    size, place, frames = 0, 0, 0
+    try:
+        while place < len(data):
+            frames += 1
+            if frames > _MEMBERS:
+                raise HttpError(400, f"The request body has more than {_MEMBERS} zstd frames.", code="invalid_body")
+            frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+            while not frame.eof and place < len(data):
+                piece = frame.decompress(data[place : place + _SIP])
+                place += _SIP
+                size += len(piece)
+                if size > limit:
+                    raise too_large(limit)
+                pieces.append(piece)
+            if not frame.eof:
+                raise HttpError(400, "The request body ends in the middle of its zstd frame.", code="invalid_body")
+            place = min(place, len(data)) - len(frame.unused_data)
+    except zstandard.ZstdError as error:
+        raise HttpError(400, f"The request body is not valid zstd: {error}.", code="invalid_body") from None
     return b"".join(pieces)
 
 

@@ -10,9 +10,13 @@ import orjson
 
 from forebay.engine.types import OutputEvent, TierCounts, Times, Usage
 from forebay.model.chat import Delta, EncodedPrompt
+from forebay.server.limits import ReasoningField
 from forebay.server.logprobs import Entry, LogprobFeed
 
 LogprobsByChannel = dict[str, list[Entry]]
+REASONING_NAMES: dict[ReasoningField, tuple[str, ...]] = {
+    "reasoning_content": ("reasoning_content",), "reasoning": ("reasoning",), "both": ("reasoning_content", "reasoning"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,30 +34,56 @@ class Head:
 
 @dataclass
 class Choice:
-    """What is known of one choice so far. Both the streamed and the whole answer are made from it, so they cannot differ."""
+    """What is known of one choice so far. Both the streamed and the whole answer are made from it, so they cannot differ.
+
+    Attributes:
+        opening: content that comes before everything the model says.
+        wraps_reasoning: reasoning is content between `<think>` and `</think>`.
+        sampled: tokens so far.
+    """
 
     index: int
     feed: LogprobFeed | None = None
     shows_reasoning: bool = True
+    opening: str = ""
+    wraps_reasoning: bool = False
+    sampled: int = 0
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[Delta, list[str]]] = field(default_factory=list)  # the delta that opened a call, pieces of its arguments
     logprobs: LogprobsByChannel = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     last: OutputEvent | None = None
+    _inside: bool = False  # of wrapped reasoning
 
     def read(self, event: OutputEvent) -> list[tuple[Delta, list[Entry]]]:
         """The visible deltas of one event with their log-probability entries; neighbours on one channel are joined."""
         if self.feed is not None:
             self.feed.push(event.token_ids, event.logprobs)
-        if event.finish_reason is not None:
-            self.last = event
+        self.sampled += len(event.token_ids)
         visible: list[tuple[Delta, list[Entry]]] = []
+        if self.opening:
+            visible.append((Delta("content", self.opening), []))
+            self.opening = ""
         for delta in _joined(event.deltas):
             entries = self.feed.take(delta) if self.feed is not None else []
+            if delta.channel != "reasoning":
+                self._close(visible)
+            elif self.wraps_reasoning and self.shows_reasoning:
+                delta = Delta("content", delta.text if self._inside else f"<think>{delta.text}")
+                self._inside = True
             if delta.channel != "reasoning" or self.shows_reasoning:
                 visible.append((delta, entries))
+        if event.finish_reason is not None:
+            self.last = event
+            self._close(visible)
         return visible
+
+    def _close(self, visible: list[tuple[Delta, list[Entry]]]) -> None:
+        """End wrapped reasoning."""
+        if self._inside:
+            self._inside = False
+            visible.append((Delta("content", "</think>"), []))
 
     def keep(self, event: OutputEvent) -> None:
         """Add one event to the whole answer."""
@@ -70,21 +100,23 @@ class Choice:
             if entries:
                 self.logprobs.setdefault(_logprob_key(delta), []).extend(entries)
 
-    def message(self, *, thinking: bool) -> dict[str, Any]:
+    def message(self, *, thinking: bool, reasoning_names: Sequence[str] = ("reasoning_content",)) -> dict[str, Any]:
         """The assistant message. `content` is null only next to calls; `tool_calls` is absent when there are none."""
         content = "".join(self.content)
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not self.calls else None, "refusal": None}
-        if thinking and self.shows_reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
+        if thinking and self.shows_reasoning and not self.wraps_reasoning:
+            message |= dict.fromkeys(reasoning_names, "".join(self.reasoning))
         if self.calls:
             message["tool_calls"] = [_call(opened, "".join(arguments)) for opened, arguments in self.calls]
         return message
 
-    def whole(self, *, thinking: bool, with_token_ids: bool) -> dict[str, Any]:
+    def whole(
+        self, *, thinking: bool, with_token_ids: bool, reasoning_names: Sequence[str] = ("reasoning_content",)
+    ) -> dict[str, Any]:
         """The entry of `choices` in a whole answer; call it after the last event."""
         assert self.last is not None
         logprobs = None if self.feed is None else {"content": [], "refusal": None, **self.logprobs}
-        message = self.message(thinking=thinking)
+        message = self.message(thinking=thinking, reasoning_names=reasoning_names)
         choice = {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": self.last.finish_reason}
         if self.last.matched_stop is not None:
             choice["stop_reason"] = self.last.matched_stop
@@ -94,44 +126,87 @@ class Choice:
 
 
 class ChunkWriter:
-    """Encodes the chunks of one stream. What repeats is encoded once."""
+    """Encodes the chunks of one stream. What repeats is encoded once.
 
-    def __init__(self, head: Head, *, include_usage: bool, with_token_ids: bool) -> None:
+    Args:
+        choices: all choices of the answer, which `event` fills.
+        include_usage: True leaves the usage to the caller's `tail` and says null until then, None puts it on the last finish chunk,
+            False nowhere.
+        running_usage: every chunk tells the tokens so far.
+        with_token_ids: chunks carry the ids they were made from, the first one those of the prompt.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        prompt: EncodedPrompt,
+        choices: Sequence[Choice],
+        *,
+        include_usage: bool | None = None,
+        running_usage: bool = False,
+        with_token_ids: bool = False,
+        reasoning_names: Sequence[str] = ("reasoning_content",),
+    ) -> None:
         fields = head.fields("chat.completion.chunk")
         self._start = b"data: " + orjson.dumps(fields)[:-1]
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._prompt, self._choices = prompt, choices
+        self._include_usage, self._running_usage = include_usage, running_usage
+        self._null = b',"usage":null' if include_usage else b""
         self._with_token_ids = with_token_ids
+        self._reasoning = b",".join(b'"%b":%%b' % name.encode() for name in reasoning_names)
+        self._copies = len(reasoning_names)
         self._started: set[int] = set()
 
     def event(self, choice: Choice, event: OutputEvent) -> bytes:
         """All chunks that one event of one choice becomes; the first of a choice is preceded by its role."""
         extra = b',"token_ids":' + orjson.dumps(event.token_ids) if self._with_token_ids and event.token_ids else b""
+        deltas = choice.read(event)
+        tail = self._null if not self._running_usage else b',"usage":' + orjson.dumps(self._so_far())
         parts: list[bytes] = []
         if choice.index not in self._started:
+            first = b""
+            if self._with_token_ids and not self._started:
+                first = b',"prompt_token_ids":' + orjson.dumps(list(self._prompt.token_ids))
             self._started.add(choice.index)
-            parts.append(self._chunk(choice, b'{"role":"assistant","content":""}', b"null", b"null" + extra))
+            parts.append(self._chunk(choice, b'{"role":"assistant","content":""}', b"null", b"null" + extra, tail + first))
             extra = b""
-        for delta, entries in choice.read(event):
+        for delta, entries in deltas:
             logprobs = orjson.dumps({_logprob_key(delta): entries}) if entries else b"null"
-            parts.append(self._chunk(choice, _delta(delta), logprobs, b"null" + extra))
+            parts.append(self._chunk(choice, self._delta(delta), logprobs, b"null" + extra, tail))
             extra = b""
         if event.finish_reason is not None:
             finish = orjson.dumps(event.finish_reason)
             if event.matched_stop is not None:
                 finish += b',"stop_reason":' + orjson.dumps(event.matched_stop)
-            parts.append(self._chunk(choice, b'{"content":""}', b"null", finish + extra))
+            if self._include_usage is None and all(other.last is not None for other in self._choices):
+                tail = b',"usage":' + orjson.dumps(usage(self._prompt, self._choices))
+            parts.append(self._chunk(choice, b'{"content":""}', b"null", finish + extra, tail))
         elif extra:
-            parts.append(self._chunk(choice, b"{}", b"null", b"null" + extra))
+            parts.append(self._chunk(choice, b"{}", b"null", b"null" + extra, tail))
         return b"".join(parts)
 
     def tail(self, fields: dict[str, Any]) -> bytes:
         """A chunk without choices that carries `fields`, such as the usage."""
         return self._start + b',"choices":[],' + orjson.dumps(fields)[1:] + b"\n\n"
 
-    def _chunk(self, choice: Choice, delta: bytes, logprobs: bytes, finish: bytes) -> bytes:
-        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._start, choice.index, delta, logprobs, finish, self._end
+    def _chunk(self, choice: Choice, delta: bytes, logprobs: bytes, finish: bytes, tail: bytes) -> bytes:
+        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
+            self._start, choice.index, delta, logprobs, finish, tail
         )  # fmt: skip
+
+    def _so_far(self) -> dict[str, int]:
+        """Tokens of all choices so far. What of the prompt was cached is told at the end."""
+        prompt, completion = len(self._prompt.token_ids), sum(choice.sampled for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _delta(self, delta: Delta) -> bytes:
+        if delta.channel == "content":
+            return b'{"content":%b}' % orjson.dumps(delta.text)
+        if delta.channel == "reasoning":
+            return b"{%b}" % (self._reasoning % ((orjson.dumps(delta.text),) * self._copies))
+        if delta.name is not None:
+            return orjson.dumps({"tool_calls": [_call(delta, delta.text)]})
+        return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (delta.index, orjson.dumps(delta.text))
 
 
 def usage(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -189,16 +264,6 @@ def _logprob_key(delta: Delta) -> str:
 
 def _call(opened: Delta, arguments: str) -> dict[str, Any]:
     return {"index": opened.index, "id": opened.call_id, "type": "function", "function": {"name": opened.name, "arguments": arguments}}
-
-
-def _delta(delta: Delta) -> bytes:
-    if delta.channel == "content":
-        return b'{"content":%b}' % orjson.dumps(delta.text)
-    if delta.channel == "reasoning":
-        return b'{"reasoning_content":%b}' % orjson.dumps(delta.text)
-    if delta.name is not None:
-        return orjson.dumps({"tool_calls": [_call(delta, delta.text)]})
-    return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (delta.index, orjson.dumps(delta.text))
 
 
 def _joined(deltas: Sequence[Delta]) -> Sequence[Delta]:

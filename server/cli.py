@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from forebay import __version__
 from forebay.model.errors import ConfigError, ForebayError
 from forebay.server.config import Config, Origins, load
+from forebay.server.limits import OWN_KEY
 
 # Flags that stand for one setting each; the names are stable.
 SETTING_FLAGS = {
@@ -55,7 +56,8 @@ def build_parser() -> Parser:
     serve = commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP until SIGTERM or Ctrl-C.")
     _add_settings(serve)
 
-    chat = commands.add_parser("chat", help="talk to a running server", description="Talk to a running server in the terminal.")
+    text = f"Talk to a running server in the terminal. Its API key, if it wants one, is taken from {OWN_KEY} in the environment."
+    chat = commands.add_parser("chat", help="talk to a running server", description=text)
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server (default: %(default)s)")
     chat.add_argument("--name", help="model name to ask for (default: the first one that the server lists)")
     chat.add_argument("--effort", help="reasoning effort to begin with: none, low, high, max or 1 to 100 (default: the server's)")
@@ -77,6 +79,7 @@ def build_parser() -> Parser:
     config.add_argument("--describe", action="store_true", help="say what each setting means, its unit and its range")
     _add_settings(config)
 
+    _add_keys(commands.add_parser("keys", help="make API keys", description="Make API keys, and list them; a running server notices."))
     _add_cache(
         commands.add_parser("cache", help="look after the SSD store", description="Look after the SSD store, also beside a running server.")
     )
@@ -93,6 +96,24 @@ def _add_settings(parser: argparse.ArgumentParser, *, listens: bool = True) -> N
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting, such as engine.max_sequences=16 (repeatable)"
     )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    text = "Make a key, show it once, and append its salted hash to the file. To take a key away, delete its line."
+    add = kinds.add_parser("add", help="make a key", description=text)
+    add.add_argument("name", metavar="NAME", help="of the key, in the log: at most 64 letters, digits and . _ -")
+    add.add_argument("--tenant", metavar="NAME", help="whose cached blocks it uses (default: the key is its own tenant)")
+    add.add_argument("--requests-per-minute", type=int, metavar="N", help="limit (default: none)")
+    add.add_argument("--tokens-per-minute", type=int, metavar="N", help="limit, tokens of prompts and answers (default: none)")
+    add.add_argument("--concurrency", type=int, metavar="N", help="limit of requests at once (default: none)")
+    add.add_argument("--priority", type=int, metavar="N", help="the most urgent that its requests may have; lower is sooner (default: 0)")
+    add.add_argument("--cache-salt", metavar="TEXT", help="cache_salt of requests that state none (default: none)")
+    add.add_argument("--admin", action="store_true", help="it may read /metrics where that needs a key")
+    show = kinds.add_parser("list", help="names and limits", description="List the keys of the file: names, tenants and limits.")
+    for kind in (add, show):
+        kind.add_argument("--file", type=Path, metavar="FILE", help="file of keys (default: the setting server.api_keys_file)")
+        _add_settings(kind, listens=False)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +179,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     resume.add_argument("--tokens", type=int, default=16_384, metavar="N", help="prompt length (default: %(default)s)")
     resume.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved runs of each (default: %(default)s)")
 
+    frontend = kinds.add_parser(
+        "frontend",
+        help="what HTTP and text cost",
+        description="Run many streams against the server with a backend that only emits tokens: CPU, added latency, memory; and time a "
+        "long prompt from bytes to tokens. Beside it, if FastAPI is installed, the same through a usual FastAPI application.",
+    )
+    frontend.add_argument("--streams", type=int, default=256, metavar="N", help="concurrent streams (default: %(default)s)")
+    frontend.add_argument("--rate", type=int, default=2000, metavar="N", help="their tokens per second in total (default: %(default)s)")
+    frontend.add_argument("--seconds", type=int, default=10, metavar="N", help="how long they run (default: %(default)s)")
+    frontend.add_argument("--open", type=int, default=2500, metavar="N", help="streams held open for their memory (default: %(default)s)")
+    frontend.add_argument("--prompt-kb", type=int, default=500, metavar="N", help="size of the long prompt (default: %(default)s)")
+    frontend.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json (default: the model's)")
+    frontend.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians are reported (default: %(default)s)")
+    frontend.add_argument("--no-peer", dest="peer", action="store_false", help="only this server")
+
     quality = kinds.add_parser(
         "quality",
         help="what the model gets right",
@@ -171,7 +207,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--samples", type=int, metavar="N", help=samples)
     quality.add_argument("--seed", type=int, default=1, metavar="N", help="of the exercises (default: %(default)s)")
 
-    for kind in (serve, prefill, decode, invariance, cache, resume, quality):
+    for kind in (serve, prefill, decode, invariance, cache, resume, frontend, quality):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
         _add_settings(kind, listens=False)
 

@@ -19,6 +19,8 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 
 from forebay.engine.tiers import EMBEDDED, TierOptions
 from forebay.model.errors import ConfigError
+from forebay.server.image_address import split_entry
+from forebay.server.limits import ENVIRONMENT, OWN_KEY
 
 ENV_PREFIX = "FOREBAY_"
 MIB = 1024 * 1024
@@ -76,17 +78,33 @@ def _redis_url(value: str | None) -> str | None:
     return value
 
 
+def _bind(value: str | None) -> str | None:
+    if value is not None:
+        host, port = split_bind(value)
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError("must be HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:9090 or [::1]:9090")
+    return value
+
+
+def split_bind(value: str) -> tuple[str, str]:
+    """`[::1]:9090` -> (`::1`, `9090`)."""
+    host, _, port = value.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
 def hide_passwords(text: str) -> str:
     """`redis://user:***@host` for `redis://user:secret@host`."""
     return _PASSWORD.sub(lambda match: f"{match[1]}***@" if match[1] else f"{match[2]}***", text)
 
 
-NOT_SETTINGS = frozenset({"FOREBAY_GOLDEN"})  # where the tests find their golden data, see the README
+# Names in the environment that mean something else: where the tests find their golden data, see the README; API keys, which are secrets.
+NOT_SETTINGS = frozenset({"FOREBAY_GOLDEN", ENVIRONMENT, OWN_KEY})
 
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_word), AfterValidator(_expand)]
 OptionalText = Annotated[str | None, BeforeValidator(_none_word)]
 RedisUrl = Annotated[str | None, BeforeValidator(_none_word), AfterValidator(_redis_url)]
+Bind = Annotated[str | None, BeforeValidator(_none_word), AfterValidator(_bind)]
 OptionalCount = Annotated[int | None, BeforeValidator(_none_word)]
 OptionalBytes = Annotated[ByteSize | None, BeforeValidator(_none_word)]
 Effort = Annotated[int | str, BeforeValidator(_effort)]
@@ -107,6 +125,30 @@ class ModelSection(Section):
     aliases: NameList = setting((), "other names that requests may use for the model")
 
 
+def _image_hosts(value: tuple[str, ...]) -> tuple[str, ...]:
+    for entry in value:
+        split_entry(entry)
+    return value
+
+
+ImageHosts = Annotated[NameList, AfterValidator(_image_hosts)]
+
+
+class ImageSection(Section):
+    fetch: bool = setting(False, "fetch images that requests give as http(s) URLs, from the hosts in server.images.hosts only")
+    hosts: ImageHosts = setting((), "where images may be fetched from: NAME, NAME:PORT, *.DOMAIN, or * for every public host")
+    allow_private: bool = setting(False, "among those hosts, let loopback and private addresses be fetched from as well")
+    connect_timeout_s: float = setting(10.0, "time to resolve a host, to connect, and its longest silence", unit="seconds", gt=0, le=600)
+    fetch_timeout_s: float = setting(60.0, "longest fetch of an image, redirects included", unit="seconds", gt=0, le=3600)
+    fetch_floor: int = setting(4096, "a host that sends fewer is cut off", unit="bytes per second", ge=0, le=1 << 30)
+    max_bytes: ByteSize = setting(32 * MIB, "largest image file", unit="bytes", ge=1024, le=1 << 30)
+    max_request_bytes: ByteSize = setting(64 * MIB, "all image files of a request together", unit="bytes", ge=1024, le=1 << 34)
+    workers: int = setting(2, "programs that decode images, each with one at a time", unit="processes", ge=1, le=256)
+    decode_timeout_s: float = setting(20.0, "longest decoding of one image", unit="seconds", gt=0, le=3600)
+    decode_memory_bytes: ByteSize = setting(2048 * MIB, "address space of such a program", unit="bytes", ge=256 * MIB, le=1 << 40)
+    cache_bytes: ByteSize = setting(256 * MIB, "decoded images that are kept for requests that send them again", unit="bytes", ge=0)
+
+
 class ServerSection(Section):
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", min_length=1)
     port: int = setting(8000, "TCP port to listen on; 0 lets the system choose", ge=0, le=65535)
@@ -117,10 +159,25 @@ class ServerSection(Section):
     body_timeout_s: float = setting(60.0, "time a client may pause within a body; then the answer is 408", unit="seconds", gt=0, le=3600)
     keep_alive_s: float = setting(75.0, "how long an idle connection is kept open", unit="seconds", gt=0, le=86400)
     keepalive_comment_s: float = setting(15.0, "silence after which a stream sends a comment line; 0 is off", unit="seconds", ge=0, le=3600)
+    nonstream_keepalive: bool = setting(False, "send line feeds while a whole (not streamed) answer takes longer than 30 s")
+    overflow_policy: Literal["clamp", "error"] = setting("clamp", "an output limit that does not fit: lower it to what fits, or answer 400")
+    reasoning_field: Literal["reasoning_content", "reasoning", "both"] = setting(
+        "reasoning_content", "name of reasoning in chat answers; `both` makes some clients show it twice"
+    )
+    messages_thinking: bool = setting(False, "think in answers on /v1/messages to requests that do not say")
+    map_claude_models: bool = setting(True, "on /v1/messages, take model names that begin with `claude` for the served model")
+    strict_tool_messages: bool = setting(False, "refuse histories whose tool results do not match their calls instead of mending them")
     drain_timeout_s: float = setting(30.0, "after SIGTERM, time that running requests have to finish", unit="seconds", ge=0, le=86400)
     liveness_timeout_s: float = setting(60.0, "without progress for this long, /health/live answers 503", unit="seconds", gt=0, le=86400)
     access_log: bool = setting(True, "log one JSON line per request to standard error")
     cors_origins: NameList = setting((), "origins that browsers may call from (* for any); empty sends no CORS headers")
+    api_keys_file: OptionalPath = setting(
+        None, f"file of API keys that `forebay keys` writes; without it and without {ENVIRONMENT} everybody may call"
+    )
+    share_cache: bool = setting(False, "let tenants share cached blocks; how long a prompt takes may then tell what others have sent")
+    metrics_bind: Bind = setting(None, "HOST:PORT for /metrics and the health probes; /metrics is then not on the main port")
+    metrics_key: bool = setting(False, "/metrics needs an API key with `admin`")
+    images: ImageSection = setting(ImageSection(), "images in messages")
 
 
 class OutputLimits(Section):
@@ -137,7 +194,7 @@ class EngineSection(Section):
     max_sequences: int = setting(64, "sequences that run at once, each with its window KV", unit="sequences", ge=1, le=65536)
     encoder_tokens: int = setting(512, "prompt tokens a step may run through the encoder half", unit="tokens", ge=1, le=1 << 20)
     decoder_tokens: int = setting(512, "tokens a step may run through the decoder half", unit="tokens", ge=1, le=1 << 20)
-    max_queued_requests: int = setting(1024, "waiting requests; beyond it the answer is 429", unit="requests", ge=1)
+    max_queued_requests: int = setting(1024, "waiting requests; beyond it the answer is 503", unit="requests", ge=1)
     max_queue_wait_s: float = setting(
         600.0, "longest wait before a request starts; then it is refused; 0 is no limit", unit="seconds", ge=0
     )
@@ -252,6 +309,9 @@ def load(file: Path | None = None, flags: Mapping[str, tuple[str, Any]] | None =
     if config.cache.redis_cluster and config.cache.redis_url in (None, EMBEDDED):
         where = f"cache.redis_cluster ({origins['cache.redis_cluster']})"
         raise ConfigError(f"{where}: needs the URL of a node of the cluster in cache.redis_url", param="cache.redis_cluster")
+    if config.server.images.fetch and not config.server.images.hosts:
+        where = f"server.images.fetch ({origins['server.images.fetch']})"
+        raise ConfigError(f"{where}: name the hosts in server.images.hosts, or * for every public one", param="server.images.hosts")
     return config, origins
 
 

@@ -19,6 +19,8 @@ Headers = list[tuple[bytes, bytes]]
 MAX_RETRY_AFTER_S = 30
 MAX_MESSAGE = 2000  # characters: a key of the client may be megabytes long, and its error names it
 MAX_PATH = 200
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_PATHS = ("/anthropic", "/v1/messages", "/messages")
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     529: "overloaded_error",
@@ -134,6 +136,9 @@ def field_path(param: str | None) -> str | None:
 
 
 def _openai_type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
+    return _OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def family_of(path: str) -> Family:
+    """Whose clients call a path, served or not."""
+    return "anthropic" if any(path == known or path.startswith(f"{known}/") for known in _ANTHROPIC_PATHS) else "openai"

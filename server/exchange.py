@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
-import orjson
-
-from forebay.server.body import check_encoding, too_large
+from forebay.server.access import ANYONE, Caller
+from forebay.server.body import check_encoding, to_json, too_large
 from forebay.server.errors import ClientGoneError, Failure, Family, Headers, HttpError
 from forebay.server.limits import ServerOptions
 
@@ -22,10 +21,33 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = (b"content-type", b"application/json")
+LINK = "forebay.link"  # the ASGI extension by which the connection of a request is found
 CLIENT_GONE = 499  # never sent; what the log and the metrics say when the client left first
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DISCARD_S = 2.0
+
+
+class Link:
+    """What an exchange may know of its connection, without a task that waits for news.
+
+    Attributes:
+        lost: it is closed. unread: it was closed here because its client took nothing in. watcher: called when it is lost.
+        resume: takes up reading again, without which nobody would notice that the client leaves.
+    """
+
+    __slots__ = ("lost", "resume", "unread", "watcher")
+
+    def __init__(self, resume: Callable[[], None]) -> None:
+        self.lost = self.unread = False
+        self.watcher: Callable[[], object] | None = None
+        self.resume = resume
+
+    def lose(self) -> None:
+        """The connection is gone."""
+        self.lost = True
+        if self.watcher is not None:
+            self.watcher()
 
 
 class Exchange:
@@ -40,12 +62,15 @@ class Exchange:
             self.headers.setdefault(name, value)
         self.receive = receive
         self.send = send
+        self._link: Link | None = scope.get("extensions", {}).get(LINK)
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.began = time.monotonic()
         self.arrived = self.began  # when the whole body was there
         self.route = "other"
         self.family: Family = "openai"
+        self.caller: Caller = ANYONE
+        self.over_limit: HttpError | None = None  # why the caller's limits refuse the request, for routes that say so themselves
         self.quiet = False  # successes are logged at debug level
         self.status = 0
         self.admitted = False  # the engine has it
@@ -78,7 +103,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def reply_json(self, status: int, value: Any, headers: Headers | None = None) -> None:
-        await self.reply(status, orjson.dumps(value), headers)
+        await self.reply(status, to_json(value), headers)
 
     async def refuse(self, failure: Failure, options: ServerOptions) -> None:
         """Answer with an error. Up to `discard_body` of a body under way is dropped first, so that the client does not see a reset."""
@@ -126,6 +151,37 @@ class Exchange:
 
     async def unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; cancel it and raise ClientGoneError as soon as the client closes the connection. For use once the body was read."""
+        link, task = self._link, asyncio.current_task()
+        if link is None or task is None:
+            await self._unless_told(work)
+            return
+        if link.lost:
+            work.close()
+            raise ClientGoneError
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
+        link.watcher = leave
+        link.resume()
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+        finally:
+            link.watcher = None
+        if gone:
+            task.uncancel()
+            if link.unread:
+                self.notes["error"] = "slow_reader"
+            raise ClientGoneError
+
+    async def _unless_told(self, work: Coroutine[Any, Any, None]) -> None:
+        """The same where only `receive` tells that the client has left."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._gone())
         try:

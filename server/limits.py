@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from forebay.server.config import Config
 
 T = TypeVar("T")
 
+ENVIRONMENT = "FOREBAY_API_KEYS"  # keys are secrets, so they are no setting, which `forebay config` would print
+OWN_KEY = "FOREBAY_API_KEY"  # the one that our own clients send; in the environment, since others see command lines
+OverflowPolicy = Literal["clamp", "error"]
+ReasoningField = Literal["reasoning_content", "reasoning", "both"]
+
 MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Images of requests (server/images.py). Sizes are bytes, times are seconds, counts are items, sides are pixels."""
+
+    fetch: bool = False  # http(s) URLs
+    hosts: tuple[str, ...] = ()  # that images may be fetched from: NAME, NAME:PORT, *.DOMAIN or *
+    allow_private: bool = False  # loopback and private addresses among them
+    redirects: int = 3
+    connect_timeout_s: float = 10.0  # also of a look-up, and the longest silence of a host
+    fetch_timeout_s: float = 60.0
+    fetch_floor: int = 4096  # bytes per second, on average of `fetch_window_s`
+    fetch_window_s: float = 5.0
+    parallel: int = 16  # fetches of one request
+    parallel_all: int = 64  # of all requests
+
+    max_images: int = 600
+    max_bytes: int = 32 * MIB  # of one file
+    max_request_bytes: int = 64 * MIB  # of all files of a request
+    max_side: int = 8192
+    many: int = 15  # images from which on `many_side` counts
+    many_side: int = 4096
+    max_request_pixels: int = 512_000_000  # of all images of a request, decoded: 3 bytes each
+
+    workers: int = 2  # decoding programs
+    decode_timeout_s: float = 20.0
+    decode_memory: int = 2048 * MIB  # address space of one of them; the largest image takes about 0.7 GiB
+    cache_bytes: int = 256 * MIB  # decoded images that are kept: agents send theirs again with every turn
 
 
 @dataclass(frozen=True)
@@ -30,6 +66,13 @@ class ServerOptions:
     thinking_default: bool = True
     cors_origins: tuple[str, ...] = ()
 
+    # who may call; see server/access.py
+    api_keys: str | None = field(default=None, repr=False)  # as in the environment: `KEY,NAME:KEY,…`; None is none
+    api_keys_file: Path | None = None
+    share_cache: bool = False  # tenants share cached blocks of requests with the same cache_salt, or without one
+    metrics_apart: bool = False  # the operator's routes are served by `App.admin` only
+    metrics_key: bool = False  # they need a key with `admin`
+
     # the wire
     max_body: int = 64 * MIB
     discard_body: int = MIB  # of a refused body, read and dropped so that the client gets to read the answer
@@ -38,6 +81,8 @@ class ServerOptions:
     body_timeout_s: float = 60.0
     body_floor: int = 64 * 1024  # bytes per second below which a body counts as trickling once `body_timeout_s` is over
     keep_alive_s: float = 75.0
+    write_timeout_s: float = 30.0  # a client that takes in less than `write_floor` bytes a second for so long is cut off
+    write_floor: int = 256
     max_connections: int = 65_536  # a connection beyond it is answered 503
     keepalive_comment_s: float = 15.0
     liveness_timeout_s: float = 60.0
@@ -53,12 +98,27 @@ class ServerOptions:
     max_bias: int = 1024
     max_token_ids: int = 1024
     max_choices: int = 8
+    max_prompts: int = 256  # of one completions request, each choice of each counted
+    max_scored: int = 1_000_000  # log-probabilities of prompt tokens in one answer, alternatives counted
 
     # tokens
     output_thinking: int = 65_536
     output_max_effort: int = 131_072
     output_plain: int = 8_192
     max_output: int = 393_216  # a larger limit asked for is lowered to this
+    overflow_policy: OverflowPolicy = "clamp"  # of an output limit that does not fit behind the prompt
+
+    # the Messages protocol
+    messages_thinking: bool = False  # whether a request without `thinking` thinks; in that protocol it does not
+    map_claude_models: bool = True  # model names that begin with `claude` mean the main model
+
+    images: ImageOptions = field(default_factory=ImageOptions)
+
+    # the answer
+    reasoning_field: ReasoningField = "reasoning_content"  # its name in chat answers
+    strict_tool_messages: bool = False  # refuse calls without results and results without calls instead of mending them
+    nonstream_keepalive: bool = False  # break the silence before a whole answer with line feeds
+    nonstream_wait_s: float = 30.0  # the silence before the first of them
 
     @classmethod
     def from_config(cls, config: Config) -> ServerOptions:
@@ -70,6 +130,11 @@ class ServerOptions:
             default_effort="high" if effort == "none" else effort,
             thinking_default=effort != "none",
             cors_origins=server.cors_origins,
+            api_keys=os.environ.get(ENVIRONMENT),
+            api_keys_file=server.api_keys_file,
+            share_cache=server.share_cache,
+            metrics_apart=server.metrics_bind is not None,
+            metrics_key=server.metrics_key,
             max_body=server.body_limit_bytes,
             max_head=server.max_header_bytes,
             head_timeout_s=server.header_timeout_s,
@@ -80,6 +145,26 @@ class ServerOptions:
             output_thinking=outputs.thinking,
             output_max_effort=outputs.max_effort,
             output_plain=outputs.plain,
+            overflow_policy=server.overflow_policy,
+            messages_thinking=server.messages_thinking,
+            map_claude_models=server.map_claude_models,
+            images=ImageOptions(
+                fetch=server.images.fetch,
+                hosts=server.images.hosts,
+                allow_private=server.images.allow_private,
+                connect_timeout_s=server.images.connect_timeout_s,
+                fetch_timeout_s=server.images.fetch_timeout_s,
+                fetch_floor=server.images.fetch_floor,
+                max_bytes=server.images.max_bytes,
+                max_request_bytes=server.images.max_request_bytes,
+                workers=server.images.workers,
+                decode_timeout_s=server.images.decode_timeout_s,
+                decode_memory=server.images.decode_memory_bytes,
+                cache_bytes=server.images.cache_bytes,
+            ),
+            reasoning_field=server.reasoning_field,
+            strict_tool_messages=server.strict_tool_messages,
+            nonstream_keepalive=server.nonstream_keepalive,
         )
 
     def default_output(self, *, thinking: bool, effort: int | None) -> int:

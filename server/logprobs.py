@@ -22,11 +22,12 @@ Entry = dict[str, Any]
 class LogprobFeed:
     """Pairs the tokens of one choice with the text deltas they became. Only reasoning and content have entries."""
 
-    def __init__(self, tokenizer: Tokenizer, *, ids_as_text: bool = False) -> None:
-        """With `ids_as_text`, an entry's `token` is `token_id:N` instead of the token's text."""
+    def __init__(self, tokenizer: Tokenizer, *, ids_as_text: bool = False, in_reasoning: bool = False) -> None:
+        """With `ids_as_text`, an entry's `token` is `token_id:N` instead of the token's text; `in_reasoning`: the answer begins there."""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._markers = {tokenizer.think_start_id, tokenizer.think_end_id, tokenizer.dsml_id}
+        self._in_reasoning = in_reasoning
         self._ids_as_text = ids_as_text
         self._waiting: deque[tuple[TokenLogprob, str]] = deque()  # a token and the text it added to all text so far
         self._rest = ""  # what the last token given out has yet to show
@@ -39,7 +40,11 @@ class LogprobFeed:
             if token_id in self._markers:
                 if self._waiting and (tail := self._detokenizer.flush()):
                     self._waiting[-1] = (self._waiting[-1][0], self._waiting[-1][1] + tail)
-                self._waiting.append((logprob, self._tokenizer.token_text(token_id)))
+                # These never become text, and what they spell could be taken for the beginning of what follows.
+                silent = token_id == self._tokenizer.think_end_id or (token_id == self._tokenizer.think_start_id and self._in_reasoning)
+                self._in_reasoning &= token_id != self._tokenizer.think_end_id
+                if not silent:
+                    self._waiting.append((logprob, self._tokenizer.token_text(token_id)))
             else:
                 self._waiting.append((logprob, self._detokenizer.push(token_id)))
 
@@ -78,6 +83,29 @@ class LogprobFeed:
         data = self._tokenizer.token_bytes(token_id)
         text = f"token_id:{token_id}" if self._ids_as_text else data.decode("utf-8", "replace")
         return {"token": text, "logprob": max(value, FLOOR), "bytes": list(data)}
+
+
+def prompt_entries(
+    tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenLogprob | None]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token but the first, by id, the token itself and its alternatives.
+
+    `rank` counts from 1 and is null for a token that is not among the alternatives asked for.
+    """
+    told: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, score in zip(ids, scores, strict=True):
+        if score is None:
+            told.append(None)
+            continue
+        ranked: dict[int, tuple[float, int | None]] = {token_id: (score.logprob, None)}
+        ranked |= {other: (value, rank) for rank, (other, value) in enumerate(score.top, 1)}
+        told.append(
+            {
+                str(other): {"logprob": max(value, FLOOR), "rank": rank, "decoded_token": tokenizer.token_text(other)}
+                for other, (value, rank) in ranked.items()
+            }
+        )
+    return told
 
 
 def _begins(text: str, piece: str) -> bool:

@@ -5,17 +5,17 @@ Messages, tools, response format and reasoning controls are the chat encoding's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from forebay.engine.types import MAX_LOGPROBS, PrefillMode, ReplayMode, SamplingParams
-from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
-from forebay.server.body import json_type
+from forebay.server.chat_input import take_input
+from forebay.server.constraints import STRUCTURED
+from forebay.server.field_errors import bad, invalid, refusal, short, unsupported
 from forebay.server.limits import ServerOptions
 
 # Known fields of OpenAI and of other servers that change nothing here; a response header names those that were sent.
@@ -23,7 +23,7 @@ IGNORED = frozenset(
     {
         "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
         "verbosity", "prediction", "web_search_options", "moderation", "user", "user_id", "session_id", "skip_special_tokens",
-        "spaces_between_special_tokens", "stream_reasoning", "stream_interval", "thinking_token_budget", "kv_transfer_params",
+        "spaces_between_special_tokens", "kv_transfer_params",
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "vllm_xargs", "lora_path", "data_parallel_rank", "return_hidden_states",
         "input_ids", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
     }
@@ -32,8 +32,7 @@ IGNORED = frozenset(
 # Fields whose silent loss would change the meaning of the answer.
 UNSUPPORTED = frozenset(
     {
-        "audio", "chat_template", "truncate_prompt_tokens", "echo", "bad_words", "prompt_logprobs", "structured_outputs", "guided_json",
-        "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "grammar", "json_schema", "best_of", "use_beam_search",
+        "audio", "chat_template", "truncate_prompt_tokens", "guided_grammar", "ebnf", "grammar", "best_of", "use_beam_search",
     }
 )
 
@@ -41,9 +40,22 @@ UNSUPPORTED = frozenset(
 ENCODED = frozenset(
     {
         "messages", "tools", "tool_choice", "functions", "function_call", "response_format", "reasoning_effort", "thinking",
-        "enable_thinking", "reasoning", "drop_thinking", "continue_final_message", "task", "chat_template_kwargs", "output_config",
+        "enable_thinking", "reasoning", "drop_thinking", "continue_final_message", "task", "chat_template_kwargs", "output_config", "input",
     }
 )
+
+# What is read of these objects; the other names in them change nothing.
+_READ_INSIDE = {
+    "chat_template_kwargs": frozenset({"thinking", "enable_thinking", "reasoning_effort", "drop_thinking"}),
+    "reasoning": frozenset({"enabled", "effort", "exclude", "max_tokens"}),
+    "output_config": frozenset({"effort"}),
+}
+
+# Names that give way to another one when both are sent.
+_OVERRULED = {
+    "max_tokens": "max_completion_tokens", "functions": "tools", "function_call": "tool_choice", "extra_key": "cache_salt",
+    "rid": "request_id", "input": "messages",
+}  # fmt: skip
 
 MAX_NAMED = 20
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
@@ -123,6 +135,10 @@ class ChatRequest(_Body):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    stream_interval: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
+    echo: bool | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     priority: Annotated[Int, Field(ge=-100, le=100)] | None = None
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
@@ -133,7 +149,7 @@ class ChatRequest(_Body):
     forebay: ForebayOptions | None = None
 
 
-KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED
+KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED | STRUCTURED
 
 
 @dataclass(frozen=True)
@@ -145,15 +161,23 @@ class ChatCall:
     shows_reasoning: bool
     ignored: tuple[str, ...]  # names for the response header
     unknown: tuple[str, ...]  # names that no server knows, for the metrics
-    logit_bias: Mapping[int, float]
+    logit_bias: Mapping[int, float]  # the banned words are in it
+    echoes: str = ""  # text of the message that the answer continues, if it is to be repeated in front of it
+    places: tuple[str, ...] = ()  # where each message stands in the client's own body, if not under `messages`
+    default_output: int | None = None  # the protocol's own output limit in tokens of a request that states none
 
     @property
     def stream(self) -> bool:
         return bool(self.fields.stream)
 
     @property
-    def include_usage(self) -> bool:
-        return self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
+    def include_usage(self) -> bool | None:
+        """Usage of a stream: True in a chunk of its own at the end, None on the last finish chunk, False not at all."""
+        return None if self.fields.stream_options is None else self.fields.stream_options.include_usage
+
+    @property
+    def running_usage(self) -> bool:
+        return self.fields.stream_options is not None and bool(self.fields.stream_options.continuous_usage_stats)
 
     @property
     def own(self) -> ForebayOptions:
@@ -180,7 +204,7 @@ class ChatCall:
     def sampling(self, choice: int, *, thinking: bool, effort: int | None, room: int, options: ServerOptions) -> SamplingParams:
         """Sampling of choice number `choice` when `room` tokens are left in the context; the output limit is lowered to what fits."""
         f = self.fields
-        limit = self.asked_output or options.default_output(thinking=thinking, effort=effort)
+        limit = self.asked_output or self.default_output or options.default_output(thinking=thinking, effort=effort)
         limit = min(limit, options.max_output, room)
         seed = None if f.seed is None else (f.seed + choice + 2**63) % 2**64 - 2**63
         return SamplingParams(
@@ -201,6 +225,7 @@ class ChatCall:
             include_stop=bool(f.include_stop_str_in_output or f.no_stop_trim),
             ignore_eos=bool(f.ignore_eos),
             logprobs=(f.top_logprobs or 0) if f.logprobs else None,
+            prompt_logprobs=f.prompt_logprobs,
         )
 
 
@@ -210,20 +235,24 @@ def parse_chat(body: dict[str, Any], options: ServerOptions, tokenizer: Tokenize
     Raises RequestError naming the field and the limit.
     """
     body = {name: value for name, value in body.items() if value is not None}
+    places: tuple[str, ...] = ()
+    if "messages" not in body and "input" in body:
+        places = take_input(body, options.max_messages)
     _check_sizes(body, options)
     try:
         fields = ChatRequest.model_validate(body)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)[0]) from None
+        raise refusal(error.errors(include_url=False)[0], ForebayOptions.model_fields) from None
     _refuse_unsupported(body, fields)
     _check_together(fields, options)
     check_token_ids("stop_token_ids", fields.stop_token_ids or (), tokenizer)
     check_token_ids("allowed_token_ids", fields.allowed_token_ids or (), tokenizer)
-    bias = _logit_bias(fields.logit_bias or {}, tokenizer)
+    bias = _logit_bias(fields.logit_bias or {}, tokenizer) | banned_words(fields.bad_words or (), tokenizer)
     unknown = tuple(name for name in body if name not in KNOWN)
     reasoning = body.get("reasoning")
     hidden = fields.include_reasoning is False or (isinstance(reasoning, dict) and reasoning.get("exclude") is True)
-    return ChatCall(fields, body, not hidden, _ignored_names(body, fields, unknown), unknown, bias)
+    echoes = _continued_text(body, fields) if fields.echo else ""
+    return ChatCall(fields, body, not hidden, _ignored_names(body, fields, unknown), unknown, bias, echoes, places)
 
 
 def check_token_ids(field: str, ids: Any, tokenizer: Tokenizer) -> None:
@@ -234,16 +263,41 @@ def check_token_ids(field: str, ids: Any, tokenizer: Tokenizer) -> None:
 
 def _check_token_id(path: str, token_id: int, tokenizer: Tokenizer) -> None:
     if not 0 <= token_id < tokenizer.vocab_size:
-        raise _invalid(path, f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {_short(token_id)}")
+        raise invalid(path, f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {short(token_id)}")
     if token_id == tokenizer.image_id:
-        raise _invalid(path, f"token id {token_id} is the placeholder of images")
+        raise invalid(path, f"token id {token_id} is the placeholder of images")
+
+
+def banned_words(words: Sequence[str], tokenizer: Tokenizer) -> dict[int, float]:
+    """A ban for the token of each word, as it is and after a space. Raises RequestError for a word that takes several tokens."""
+    bans: dict[int, float] = {}
+    for i, word in enumerate(words):
+        for text in dict.fromkeys((word, f" {word.lstrip()}")):
+            ids = tokenizer.encode(text)
+            if len(ids) != 1:
+                rule = f"only words of one token can be banned, and {short(text)} takes {len(ids)}; 'stop' ends the answer at any text"
+                raise bad(f"bad_words[{i}]", f"Invalid 'bad_words[{i}]': {rule}.", "unsupported_value")
+            bans[ids[0]] = -100.0
+    return bans
+
+
+def _continued_text(body: Mapping[str, Any], fields: ChatRequest) -> str:
+    """Content of the last message, which the answer continues. What is wrong with the message is the chat encoding's to tell."""
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or not (fields.continue_final_message or last.get("prefix") is True):
+        raise unsupported("echo", "it repeats a last message that is continued by 'prefix' or 'continue_final_message', and there is none")
+    content = last.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
+    return "\n\n".join(text for text in texts if isinstance(text, str))
 
 
 def _logit_bias(given: Mapping[str, float], tokenizer: Tokenizer) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise _invalid("logit_bias", f"keys are token ids in decimal digits, got {_short(key)}")
+            raise invalid("logit_bias", f"keys are token ids in decimal digits, got {short(key)}")
         _check_token_id(f"logit_bias[{key}]", int(key), tokenizer)
         bias[int(key)] = value
     return bias
@@ -258,128 +312,77 @@ def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
         "logit_bias": options.max_bias,
         "stop_token_ids": options.max_token_ids,
         "allowed_token_ids": options.max_token_ids,
+        "bad_words": options.max_bias,
         "modalities": 16,
         "forebay": 16,
     }
     for name, limit in limits.items():
         value = body.get(name)
         if isinstance(value, (list, dict)) and len(value) > limit:
-            raise _bad(name, f"Invalid '{name}': expected at most {limit} items, got {len(value)}.", "array_above_max_length")
-    stops = _one_or_many(body.get("stop"))
-    for i, stop in enumerate(stops if isinstance(stops, list) else ()):
-        if isinstance(stop, str) and len(stop) > options.max_stop_length:
-            text = f"Invalid 'stop[{i}]': expected at most {options.max_stop_length} characters, got {len(stop)}."
-            raise _bad(f"stop[{i}]", text, "string_above_max_length")
+            raise bad(name, f"Invalid '{name}': expected at most {limit} items, got {len(value)}.", "array_above_max_length")
+    for name in ("stop", "bad_words"):
+        words = _one_or_many(body.get(name))
+        for i, word in enumerate(words if isinstance(words, list) else ()):
+            if isinstance(word, str) and len(word) > options.max_stop_length:
+                text = f"Invalid '{name}[{i}]': expected at most {options.max_stop_length} characters, got {len(word)}."
+                raise bad(f"{name}[{i}]", text, "string_above_max_length")
 
 
 def _refuse_unsupported(body: dict[str, Any], fields: ChatRequest) -> None:
     for name in sorted(UNSUPPORTED & body.keys()):
         off = body[name] is False or body[name] in ("", [], {})
         if not off and not (name == "best_of" and fields.best_of in (1, fields.n)):
-            raise _unsupported(name, "the answer would not be what it asks for")
+            raise unsupported(name, "the answer would not be what it asks for")
     if "audio" in (fields.modalities or ()):
-        raise _bad("modalities", "Unsupported value: 'modalities' may only contain \"text\".", "unsupported_value")
-    if fields.separate_reasoning is False:
-        raise _unsupported("separate_reasoning", "reasoning always has its own field")
+        raise bad("modalities", "Unsupported value: 'modalities' may only contain \"text\".", "unsupported_value")
     if fields.add_generation_prompt is False and not fields.continue_final_message:
-        raise _unsupported("add_generation_prompt", "false only makes sense together with 'continue_final_message'")
+        raise unsupported("add_generation_prompt", "false only makes sense together with 'continue_final_message'")
     response_format = body.get("response_format")
     kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind in ("regex", "grammar", "structural_tag"):
-        text = f"Unsupported value: 'response_format.type' {kind!r} is not offered. Use text, json_object or json_schema."
-        raise _bad("response_format.type", text, "unsupported_value")
+    if kind in ("grammar", "structural_tag"):
+        text = f"Unsupported value: 'response_format.type' {kind!r} is not offered. Use text, json_object, json_schema or regex."
+        raise bad("response_format.type", text, "unsupported_value")
 
 
 def _check_together(fields: ChatRequest, options: ServerOptions) -> None:
     if fields.n is not None and fields.n > options.max_choices:
-        text = f"Invalid 'n': expected a value from 1 to {options.max_choices}, got {_short(fields.n)}."
-        raise _bad("n", text, "integer_above_max_value")
-    if fields.stream_options is not None and not fields.stream:
-        text = "The 'stream_options' parameter is only allowed when 'stream' is true."
-        raise _bad("stream_options", text, "invalid_value")
+        text = f"Invalid 'n': expected a value from 1 to {options.max_choices}, got {short(fields.n)}."
+        raise bad("n", text, "unsupported_value")
+    if fields.user_id is not None and len(fields.user_id.encode("utf-8", "surrogatepass")) > 512:
+        raise bad("user_id", "Invalid 'user_id': expected at most 512 bytes.", "string_above_max_length")
+    if fields.prompt_logprobs is not None and fields.stream:
+        text = "Unsupported value: 'prompt_logprobs' come with a whole answer only; leave 'stream' out."
+        raise bad("prompt_logprobs", text, "unsupported_value")
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise _invalid("top_logprobs", "it requires 'logprobs' to be true")
+        raise invalid("top_logprobs", "it requires 'logprobs' to be true")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     if fields.min_tokens is not None and asked is not None and fields.min_tokens > asked:
-        raise _invalid("min_tokens", f"expected at most the output limit of {asked} tokens, got {fields.min_tokens}")
+        raise invalid("min_tokens", f"expected at most the output limit of {asked} tokens, got {fields.min_tokens}")
 
 
 def _ignored_names(body: dict[str, Any], fields: ChatRequest, unknown: tuple[str, ...]) -> tuple[str, ...]:
     names = [name for name in body if name in IGNORED]
+    names += [name for name, other in _OVERRULED.items() if name in body and other in body]
     if fields.stream_options is not None:
-        given = fields.stream_options.model_dump(exclude={"include_usage"})
-        names += [f"stream_options.{name}" for name, value in given.items() if value]
-    schema = body["response_format"].get("json_schema") if isinstance(body.get("response_format"), dict) else None
-    if isinstance(schema, dict) and schema.get("strict"):
-        names.append("response_format.json_schema.strict")  # the schema is told to the model, nothing enforces it
+        if not fields.stream:  # clients that toggle `stream` alone
+            names.append("stream_options")
+        elif fields.stream_options.include_obfuscation:
+            names.append("stream_options.include_obfuscation")
+    if not fields.stream:
+        names += [name for name in ("stream_interval", "stream_reasoning") if name in body]
+    for name, read in _READ_INSIDE.items():
+        if isinstance(body.get(name), dict):
+            names += [f"{name}.{inner}" for inner in body[name] if inner not in read and is_name(inner)]
     # An unknown name is the client's own text: only what is safe in a header and useful to a reader.
-    names += [name for name in unknown if 0 < len(name) <= 64 and _NAME_CHARACTERS.issuperset(name)]
-    return tuple(names[:MAX_NAMED])
+    names += [name for name in unknown if is_name(name)]
+    more = len(names) - MAX_NAMED
+    return (*names[:MAX_NAMED], f"{more} more") if more > 0 else tuple(names)
+
+
+def is_name(name: str) -> bool:
+    """Whether the client's own text may stand in a response header."""
+    return 0 < len(name) <= 64 and _NAME_CHARACTERS.issuperset(name)
 
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _bad(path: str, message: str, code: str) -> RequestError:
-    return RequestError(message, param=path, code=code)
-
-
-def _invalid(path: str, rule: str) -> RequestError:
-    return _bad(path, f"Invalid '{path}': {rule}.", "invalid_value")
-
-
-def _unsupported(name: str, why: str) -> RequestError:
-    return _bad(name, f"Unsupported parameter: '{name}' is not offered by this server ({why}).", "unsupported_parameter")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 48 else f"{text[:44]}…{text[-1] if isinstance(value, str) else ''}"
-
-
-_EXPECTED = {
-    "bool_type": "a boolean",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-}
-
-
-_BOUND = {"greater_than_equal": "of at least", "greater_than": "above", "less_than_equal": "of at most", "less_than": "below"}
-
-
-def _refusal(error: ErrorDetails) -> RequestError:
-    """One pydantic error as one sentence with the field's path, its rule and what was sent."""
-    kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)[1:]
-    if kind == "missing":
-        return _bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
-    if kind == "extra_forbidden":  # only of `forebay`
-        text = f"Unknown parameter: '{path}'. 'forebay' takes {', '.join(ForebayOptions.model_fields)}."
-        return _bad(path, text, "unknown_parameter")
-    if kind in _EXPECTED:
-        text = f"Invalid type for '{path}': expected {_EXPECTED[kind]}, but got {json_type(value)} instead."
-        return _bad(path, text, "invalid_type")
-    if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
-        bound = next(iter(context.values()))
-        code = f"{'decimal' if isinstance(bound, float) else 'integer'}_{'below_min' if kind.startswith('greater') else 'above_max'}_value"
-        limit = f"{_BOUND[kind]} {bound:g}" if isinstance(bound, float) else f"{_BOUND[kind]} {bound}"
-        return _bad(path, f"Invalid '{path}': expected a value {limit}, got {_short(value)}.", code)
-    if kind == "finite_number":
-        return _bad(path, f"Invalid '{path}': expected a finite number, got {_short(value)}.", "invalid_value")
-    if kind == "too_short":
-        return _bad(path, f"Invalid '{path}': empty array. Expected at least one item.", "empty_array")
-    if kind == "string_too_short":
-        return _bad(path, f"Invalid '{path}': empty string. Expected at least one character.", "empty_string")
-    if kind == "string_too_long":
-        text = f"Invalid '{path}': expected at most {context['max_length']} characters, got {len(value)}."
-        return _bad(path, text, "string_above_max_length")
-    if kind == "string_pattern_mismatch":
-        return _bad(path, f"Invalid '{path}': '@', '/', '\\' and NUL are not allowed, got {_short(value)}.", "invalid_value")
-    if kind == "literal_error":
-        return _bad(path, f"Invalid value for '{path}': expected {context['expected']}, got {_short(value)}.", "invalid_value")
-    return _bad(path, f"Invalid '{path}': {error['msg']}.", "invalid_value")

@@ -42,17 +42,17 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._starting = asyncio.Lock()
-        self._beat: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None  # only while a comment is sent: a task for each stream would be most of its memory
         self.committed = False
 
     async def __aenter__(self) -> EventStream:
         if self._interval > 0:
-            self._beat = asyncio.create_task(self._keep_alive())
+            self._timer = self._loop.call_later(self._interval, self._silent)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
+        self._rest()
 
     async def write(self, data: bytes) -> None:
         """Send whole events, in one write."""
@@ -63,8 +63,7 @@ class EventStream:
 
     async def close(self, data: bytes) -> None:
         """Send the last events and end the answer."""
-        if self._beat is not None:
-            self._beat.cancel()
+        self._rest()
         if not self.committed:
             await self._commit()
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
@@ -81,10 +80,24 @@ class EventStream:
                 self._exchange.fail_stream = self.fail
                 self.committed = True
 
-    async def _keep_alive(self) -> None:
-        while True:
-            wait = self._last + self._interval - self._loop.time()
-            if wait > 0:
-                await asyncio.sleep(wait)
-            else:
-                await self.write(self._sign())
+    def _silent(self) -> None:
+        """The timer: nothing was sent for `keepalive_s`, unless something was since it was set."""
+        due = self._last + self._interval
+        if due > self._loop.time():
+            self._timer = self._loop.call_at(due, self._silent)
+        else:
+            self._timer = None
+            self._beat = self._loop.create_task(self._break_silence())
+
+    async def _break_silence(self) -> None:
+        await self.write(self._sign())
+        self._timer = self._loop.call_at(self._last + self._interval, self._silent)
+
+    def _rest(self) -> None:
+        """No more comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._beat is not None:
+            self._beat.cancel()
+            self._beat = None

@@ -9,25 +9,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from forebay import __version__
+from forebay.engine.grammar import GrammarCompiler
 from forebay.engine.metrics import Metrics
 from forebay.engine.types import OutputEvent, Request
-from forebay.model.chat import ChatCodec, EncodedPrompt
+from forebay.model.chat import AnswerForm, ChatCodec, EncodedPrompt
 from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
+from forebay.server import constraints
 from forebay.server.body import decode, parse_object
 from forebay.server.chunks import Choice
+from forebay.server.constraints import FREE, Held, Wanted
 from forebay.server.errors import HttpError, State, unavailable
 from forebay.server.exchange import Exchange
+from forebay.server.images import FoundImage, ImageDesk, Picture
 from forebay.server.limits import Lanes, ServerOptions
 from forebay.server.logprobs import LogprobFeed
 from forebay.server.protocol import MAX_NAMED, ChatCall
+from forebay.server.throttle import Pace, current
 
 T = TypeVar("T")
 
@@ -35,6 +41,7 @@ T = TypeVar("T")
 REJECTIONS = {
     "context_length_exceeded": "context_length",
     "request_too_large": "too_large",
+    "rate_limit_exceeded": "rate_limited",
     "model_loading": "loading",
     "draining": "draining",
     "engine_unavailable": "dead",
@@ -70,6 +77,7 @@ class Job:
 
     Attributes:
         id: what the answer's id ends with. created: Unix seconds. model: the name as it was asked for.
+        pictures: of the messages, in their order; empty for a model that sees none, which refuses them.
     """
 
     call: ChatCall
@@ -78,6 +86,7 @@ class Job:
     id: str
     created: int
     model: str
+    pictures: Sequence[Picture] = ()
 
     def choices(self, tokenizer: Tokenizer) -> list[Choice]:
         """The choices to fill, before any event."""
@@ -85,7 +94,11 @@ class Job:
         choices = [Choice(i, shows_reasoning=call.shows_reasoning) for i in range(call.choices)]
         if call.fields.logprobs:
             for choice in choices:
-                choice.feed = LogprobFeed(tokenizer, ids_as_text=bool(call.fields.return_tokens_as_token_ids))
+                choice.feed = LogprobFeed(
+                    tokenizer,
+                    ids_as_text=bool(call.fields.return_tokens_as_token_ids),
+                    in_reasoning=self.prompt.initial_channel == "reasoning",
+                )
         return choices
 
 
@@ -108,12 +121,17 @@ class Turns:
         self.names = list(dict.fromkeys([options.model_name or engine.model_name, *options.aliases]))
         text = f"{__version__}\0{engine.model_name}\0{engine.tokenizer.fingerprint}\0{engine.max_context}"
         self.fingerprint = f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.pace = Pace()
+        self.grammars = GrammarCompiler(engine.tokenizer)
+        threading.Thread(target=self.grammars.vocabulary, name="forebay-vocabulary", daemon=True).start()  # not in the first request
+        self.images = ImageDesk(options.images)
         self._numbers = itertools.count()
 
-    async def run(self, exchange: Exchange, serve: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+    async def run(self, exchange: Exchange, serve: Callable[[bytes], Coroutine[Any, Any, None]], *, needs_engine: bool = True) -> None:
         """Read the body and `serve` it for as long as the client stays; refusals before the engine has the request are counted."""
         try:
-            self.require_ready()
+            if needs_engine:
+                self.require_ready()
             data = await exchange.read_body(self.options)
             await exchange.unless_gone(serve(data))
         except ForebayError as error:
@@ -154,14 +172,25 @@ class Turns:
             text = f"The model `{model[:128]}` does not exist. Available: {', '.join(self.names)}"
             raise HttpError(404, text, code="model_not_found", param="model")
 
-    async def encode(self, call: ChatCall, size: int) -> EncodedPrompt:
-        """The prompt of a chat body; `call.body` is cleared. Raises RequestError with the codec's finding."""
+    async def encode(self, exchange: Exchange, call: ChatCall, size: int, *, limited: bool = True) -> EncodedPrompt:
+        """The prompt of a chat body; `call.body` is cleared. A limited one is refused early if it must be longer than the context.
+
+        Raises RequestError with the codec's finding, or with what is wrong with an image.
+        """
         options, engine = self.options, self.engine
         thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
+        salt = exchange.caller.salt(call.salt)
 
         def work() -> EncodedPrompt:
+            if not engine.codec.vision:  # otherwise `pictures` has looked, or the images are only counted
+                self.images.find(call.body, fetching=False)
             return engine.codec.encode(
-                call.body, default_effort=options.default_effort, thinking_default=thinking, max_tokens=engine.max_context
+                call.body,
+                default_effort=options.default_effort,
+                thinking_default=thinking,
+                max_tokens=engine.max_context if limited else None,
+                strict_tool_messages=options.strict_tool_messages,
+                salt=salt,
             )
 
         prompt = await self.lanes.run(size, work)
@@ -170,42 +199,93 @@ class Turns:
 
     async def prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
         """Encode the prompt and size the output. Raises RequestError with the codec's finding, or context_length_exceeded."""
-        prompt = await self.encode(call, size)
-        room = self.room(len(prompt.token_ids), call.asked_output)
-        share = f"choices.{next(self._numbers)}" if call.choices > 1 else None
-        requests = [
-            Request(
-                prompt_ids=prompt.token_ids,
-                params=call.sampling(i, thinking=prompt.thinking, effort=prompt.effort, room=room, options=self.options),
-                request_id=self.unique_id(exchange),
-                prompt=prompt,
-                prefill=call.own.prefill,
-                replay=call.own.replay,
-                max_lineage=call.own.max_lineage,
-                salt=call.salt,
-                priority=call.fields.priority or 0,
-                share=share,
-                arrived=exchange.arrived,
-            )
-            for i in range(call.choices)
-        ]
+        wanted = constraints.read(call.body)
+        pictures = await self.pictures(exchange, call, size) if self.engine.codec.vision else ()
+        prompt = await self.encode(exchange, call, size)
+        held = await self.hold(exchange, wanted, prompt, size)
+        prompt = replace(prompt, form=AnswerForm())  # its schemas may be megabytes, and live as long as the answer takes
+        requests = self.requests(exchange, call, prompt.token_ids, prompt, "input" if call.places else "messages", held)
         effort = prompt.effort if prompt.thinking else "off"
         exchange.notes.update(prompt_tokens=len(prompt.token_ids), effort=effort)
         exchange.extra_headers.append((b"x-forebay-effort", str(effort).encode()))
         suffix = call.fields.request_id or call.fields.rid or exchange.request_id
         exchange.admitted = True
-        return Job(call, prompt, requests, suffix, int(time.time()), call.fields.model or self.names[0])
+        return Job(call, prompt, requests, suffix, int(time.time()), call.fields.model or self.names[0], pictures)
 
-    def room(self, length: int, asked: int | None) -> int:
-        """Tokens of output that fit behind a prompt of `length` tokens. Raises HttpError 400 if not even one does."""
+    async def pictures(self, exchange: Exchange, call: ChatCall, size: int) -> list[Picture]:
+        """The images of a chat body, fetched and decoded. Raises RequestError naming the field, or HttpError 503 (server/images.py)."""
+
+        def work() -> list[FoundImage]:
+            return self.images.find(call.body, fetching=True)
+
+        return await self.images.resolve(await self.lanes.run(size, work), exchange.caller.salt(call.salt))
+
+    async def hold(
+        self, exchange: Exchange, wanted: Wanted, prompt: EncodedPrompt | None, size: int, raw: AnswerForm | None = None
+    ) -> Held:
+        """The form that answers are held to; a header names what was left out of it. Raises RequestError for one that cannot be used.
+
+        `raw` is the form of raw text, which has no prompt to tell it.
+        """
+        form = prompt.form if prompt is not None else raw or AnswerForm()
+
+        def work() -> Held:
+            return constraints.hold(wanted, prompt, self.grammars, raw)
+
+        held = await self.lanes.run(size, work) if constraints.asks(wanted, form) else work()
+        exchange.extra_headers += constraints.warning_header(held)
+        return held
+
+    def requests(
+        self,
+        exchange: Exchange,
+        call: ChatCall,
+        prompt_ids: Sequence[int],
+        prompt: EncodedPrompt | None = None,
+        param: str = "messages",
+        held: Held = FREE,
+    ) -> list[Request]:
+        """One engine request per choice of a prompt. Without `prompt` the answer is raw text, which nothing parses.
+
+        Raises HttpError 400 (context_length_exceeded), naming the field `param`, if no output fits.
+        """
+        room = self.room(len(prompt_ids), call.asked_output, param)
+        thinking, effort = (prompt.thinking, prompt.effort) if prompt is not None else (False, None)
+        share = f"choices.{next(self._numbers)}" if call.choices > 1 else None
+        return [
+            Request(
+                prompt_ids=prompt_ids,
+                params=call.sampling(i, thinking=thinking, effort=effort, room=room, options=self.options),
+                request_id=self.unique_id(exchange),
+                prompt=prompt,
+                prefill=call.own.prefill,
+                replay=call.own.replay,
+                max_lineage=call.own.max_lineage,
+                salt=exchange.caller.salt(call.salt),
+                priority=exchange.caller.priority(call.fields.priority),
+                share=share,
+                grammar=held.grammar,
+                reasoning_budget=held.reasoning_budget,
+                arrived=exchange.arrived,
+            )
+            for i in range(call.choices)
+        ]
+
+    def room(self, length: int, asked: int | None, param: str = "messages") -> int:
+        """Tokens of output that fit behind a prompt of `length` tokens.
+
+        Raises HttpError 400 if not even one does or, under the overflow policy `error`, not all that the request asks for.
+        """
         room = self.engine.max_context - length
-        if room < 1:
-            asked = asked or 0
+        asked = min(asked or 0, self.options.max_output)
+        if room < max(1, asked if self.options.overflow_policy == "error" else 0):
             text = (
                 f"This model's maximum context length is {self.engine.max_context} tokens. However, you requested {length + asked} tokens "
                 f"({length} in the messages, {asked} in the completion). Please reduce the length of the messages or completion."
             )
-            raise HttpError(400, text, code="context_length_exceeded", param="messages")
+            error = HttpError(400, text, code="context_length_exceeded", param=param)
+            error.lengths = (length, self.engine.max_context)
+            raise error
         return room
 
     def unique_id(self, exchange: Exchange) -> str:
@@ -217,10 +297,20 @@ class Turns:
 
         Raises what an aborted or failed choice failed with: no client may take a part for the whole.
         """
-        ended = 0
+        ended, ticket = 0, current.get()
+        waiting, prompts = set(range(len(requests))), set[int]()
         async with aclosing(_merged([self.engine.submit(request) for request in requests])) as events:
             async for index, event in events:
                 self._raise_failure(event)
+                if index in waiting:
+                    waiting.discard(index)
+                    self.pace.started()
+                    prompt_ids = requests[index].prompt_ids
+                    if ticket is not None and id(prompt_ids) not in prompts:  # choices share it
+                        prompts.add(id(prompt_ids))
+                        ticket.spend(len(prompt_ids))
+                if ticket is not None:
+                    ticket.spend(len(event.token_ids))
                 ended += event.finish_reason is not None
                 yield index, event
         if ended < len(requests):
@@ -249,16 +339,17 @@ async def _merged(streams: Sequence[AsyncGenerator[OutputEvent, None]]) -> Async
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, OutputEvent | Exception | None]] = asyncio.Queue()
+    # Bounded, so that what a slow reader leaves behind stays with the engine's client, which limits it.
+    queue: asyncio.Queue[tuple[int, OutputEvent | Exception | None]] = asyncio.Queue(len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[OutputEvent, None]) -> None:
         try:
             async with aclosing(stream) as events:
                 async for event in events:
-                    queue.put_nowait((index, event))
-            queue.put_nowait((index, None))
+                    await queue.put((index, event))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
     try:
@@ -275,5 +366,3 @@ async def _merged(streams: Sequence[AsyncGenerator[OutputEvent, None]]) -> Async
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-

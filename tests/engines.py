@@ -171,9 +171,9 @@ class MemoRunner(Runner):
 
 
 @functools.cache
-def _memo_parts() -> tuple[ModelConfig, Tokenizer, ChatCodec]:
+def _memo_parts(vocab: int) -> tuple[ModelConfig, Tokenizer, ChatCodec]:
     config = ModelConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=3, num_attention_heads=1, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
+        vocab_size=vocab, hidden_size=32, num_hidden_layers=3, num_attention_heads=1, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32,
         o_groups=1, o_lora_rank=32, moe_intermediate_size=32, n_routed_experts=2, num_experts_per_tok=1, sliding_window=WINDOW,
         compress_ratios=(2, 2, 1), kv_source_layer_ids=(0, 2), index_source_layer_ids=(0, 2), index_n_heads=1, index_head_dim=32,
         index_topk=4, candidate_source_layer_id=None, candidate_topk_blocks=1, candidate_block_size=1, max_position_embeddings=1 << 20,
@@ -183,11 +183,11 @@ def _memo_parts() -> tuple[ModelConfig, Tokenizer, ChatCodec]:
 
 
 class Memo:
-    """An engine over MEMO that collects its events by request."""
+    """An engine over MEMO that collects its events by request. The control tokens are in its tokenizer, but only in a `vocab` of 4096."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, vocab: int = 256, **options: Any) -> None:
         chosen = EngineOptions(**{"max_sequences": 8, "kv_tokens": 1024, **options})
-        config, tokenizer, codec = _memo_parts()
+        config, tokenizer, codec = _memo_parts(vocab)
         layout = KVLayout.of(config)
         blocks = BlockPool(layout, layout.blocks_for(chosen.kv_tokens or 0) + 1)
         windows = WindowPool(layout, config, chosen.max_sequences + 1)

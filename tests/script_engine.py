@@ -115,11 +115,10 @@ class ScriptEngine:
 
     async def _run(self, request: Request, script: Script) -> AsyncGenerator[OutputEvent, None]:
         params, prompt = request.params, request.prompt
-        assert prompt is not None
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
-        output = OutputProcessor(
-            self.tokenizer, params.stop, stops, parser=self.codec.parser(prompt), include_stop=params.include_stop
-        )
+        parser = self.codec.parser(prompt) if prompt is not None else None
+        own = self.tokenizer.stop_ids if prompt is not None else frozenset({self.tokenizer.eos_id or 0})
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else own)
+        output = OutputProcessor(self.tokenizer, params.stop, stops, parser=parser, include_stop=params.include_stop)
         times = Times(request.arrived, scheduled=time.monotonic())
         tokens = list(script.tokens)[: params.max_tokens]
         truncated = len(tokens) < len(script.tokens)
@@ -134,6 +133,8 @@ class ScriptEngine:
                 yield OutputEvent(request.request_id, [], [], finish_reason="error", error=script.error)
                 return
             event = OutputEvent(request.request_id, [], [], logprobs=None if params.logprobs is None else [])
+            if number == 0 and params.prompt_logprobs is not None:
+                event.prompt_logprobs = self._prompt_logprobs(request.prompt_ids, params.prompt_logprobs)
             for place in range(start, min(start + script.per_event, len(tokens))):
                 event.token_ids.append(tokens[place])
                 done += 1
@@ -145,18 +146,24 @@ class ScriptEngine:
             times.first_token = times.first_token or time.monotonic()
             if not output.finished and start + script.per_event >= len(tokens):
                 event.deltas += output.finish("length" if truncated else script.finish)
+            length = len(request.prompt_ids)
+            if number == 0 or output.finish_reason is not None:
+                event.tiers = TierCounts(hbm=min(self.cached, length), compute=length - min(self.cached, length))
             if output.finish_reason is not None:
                 times.finished = time.monotonic()
-                length = len(request.prompt_ids)
                 event.finish_reason = output.finish_reason
                 event.matched_stop = output.matched_stop
                 event.usage = Usage(length, done, output.reasoning_tokens, min(self.cached, length))
-                event.tiers = TierCounts(hbm=min(self.cached, length), compute=length - min(self.cached, length))
                 event.times = times
             self.events[request.request_id] = self.events.get(request.request_id, 0) + 1
             yield event
             if event.finish_reason is not None:
                 return
+
+    def _prompt_logprobs(self, ids: Sequence[int], alternatives: int) -> list[TokenLogprob | None]:
+        """The first token has none; the others have values that tell their place."""
+        top = [tuple(((i + k) % self.tokenizer.vocab_size, -0.5 - k) for k in range(alternatives)) for i in ids]
+        return [None, *(TokenLogprob(i, -0.5 - place / 1024, top[place]) for place, i in enumerate(ids) if place)]
 
     def _logprob(self, script: Script, place: int, token_id: int, alternatives: int) -> TokenLogprob:
         if script.logprobs is not None:
@@ -174,6 +181,7 @@ class Served:
     app: App
     host: str
     port: int
+    server: uvicorn.Server
 
     @property
     def url(self) -> str:
@@ -205,7 +213,7 @@ def serve(engine: ScriptEngine, options: ServerOptions | None = None) -> Iterato
         time.sleep(0.005)
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     try:
-        yield Served(engine, options, app, host, port)
+        yield Served(engine, options, app, host, port, server)
     finally:
         engine.hold = False
         server.should_exit = True

@@ -11,7 +11,8 @@ from forebay.server.terminal import consoles
 
 def run(args: argparse.Namespace) -> int:
     """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
-    for name in ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples"):
+    counts = ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples")
+    for name in (*counts, "rate", "seconds", "open", "prompt_kb"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {value}")
     out, err = consoles()
@@ -27,6 +28,10 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_resume
 
         figures, fine = bench_resume.measure(args, out, err)
+    elif args.bench == "frontend":
+        from forebay.server.commands import bench_frontend
+
+        figures, fine = bench_frontend.measure(args, out, err)
     elif args.bench == "quality":
         from forebay.server.commands import bench_quality
 

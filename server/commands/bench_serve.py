@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import signal
 import statistics
@@ -22,8 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.model.errors import ForebayError
+from forebay.server.access import own_headers
 from forebay.server.cli import read_settings, setting_arguments
 from forebay.server.commands.scratch import scratch
+from forebay.server.limits import ENVIRONMENT
 
 WORDS = ("river", "stone", "water", "gate", "mill", "wheel", "slow", "deep", "still", "channel", "bank", "weir", "lock", "pool", "flow")
 STOP_TIMEOUT_S = 20.0
@@ -93,13 +96,15 @@ def _server(args: argparse.Namespace, err: Console) -> Iterator[str]:
     config, origins = read_settings(args)
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "forebay.server.cli", "serve", *setting_arguments(args), "--port", "0"]
-        command += ["--set", "server.access_log=false"]
+        # Ours alone, so it needs no keys.
+        command += ["--set", "server.access_log=false", "--set", "server.api_keys_file=none", "--set", "server.metrics_bind=none"]
+        environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         for name in ("max_sequences", "decoder_tokens"):  # each running stream takes one of both
             if getattr(config.engine, name) < args.streams:
                 command += ["--set", f"engine.{name}={args.streams}"]
         if origins["cache.dir"] == "default":  # prompts nobody will send again do not belong among the user's
             command += ["--set", f"cache.dir={stack.enter_context(scratch(config))}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             try:
                 assert process.stdout is not None
                 first = process.stdout.readline()
@@ -121,7 +126,8 @@ async def _run(args: argparse.Namespace, url: str, err: Console) -> dict[str, li
     limits = httpx.Limits(max_connections=args.streams, max_keepalive_connections=args.streams)
     ways = {"at once": args.streams} | ({"one by one": 1} if args.compare_sequential else {})
     phases: dict[str, list[Phase]] = {way: [] for way in ways}
-    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(30.0, read=None), limits=limits) as client:
+    timeout = httpx.Timeout(30.0, read=None)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, headers=own_headers() if args.url else {}) as client:
         model = await _model(client, url)
         words = await _words_for(client, model, args.prompt_tokens)
         for repeat in range(args.repeats):

@@ -13,6 +13,7 @@ import httpx
 from rich.console import Console
 
 from forebay.model.errors import ConfigError, ForebayError
+from forebay.server.access import own_headers
 from forebay.server.terminal import consoles
 
 with contextlib.suppress(ImportError):
@@ -148,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ConfigError(f"chat: --max-tokens must be at least 1, got {args.max_tokens}")
     try:
-        http = httpx.Client(base_url=args.url, timeout=ANSWER_TIMEOUT)
+        http = httpx.Client(base_url=args.url, timeout=ANSWER_TIMEOUT, headers=own_headers())
     except httpx.InvalidURL as error:
         raise ConfigError(f"chat: --url {args.url!r} is no address of a server: {error}") from None
     with http as client:

@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import functools
 import importlib
+import ipaddress
 import json
 import logging
 import os
@@ -33,13 +34,14 @@ import uvloop
 from forebay import __version__
 from forebay.engine.tiers import EMBEDDED, TierOptions, ssd_budget
 from forebay.model.errors import ConfigError, ForebayError
-from forebay.server.app import create_app
+from forebay.server.access import KeyRing
+from forebay.server.app import App, create_app
 from forebay.server.cli import read_settings
-from forebay.server.config import Config, hide_passwords, tier_options
-from forebay.server.limits import ServerOptions
-from forebay.server.loading import Gate
+from forebay.server.config import Config, hide_passwords, split_bind, tier_options
+from forebay.server.limits import OWN_KEY, ServerOptions
+from forebay.server.loading import Gate, LoadingEngine
 from forebay.server.terminal import LoadProgress, consoles, size
-from forebay.server.wire import uvicorn_config
+from forebay.server.wire import steady_process, uvicorn_config
 
 if TYPE_CHECKING:
     from forebay.engine.client import EngineClient
@@ -52,6 +54,7 @@ REDIS_ANSWER_S = 1.0  # for a note at the start
 FLUSH_S = 5  # after draining, for sockets to take their last bytes
 SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
 MAX_FILES = 65_536
+ADMIN_BACKLOG = 64
 # Longer than a window and a block of the demo, so that sent again it shows the cache; and the demo knows the answer.
 TRY_TEXT = (
     "The harbour was closed for the winter and the boats lay on the quay. The secret number of Bergen is 7421. Nobody knew when the ferry "
@@ -78,12 +81,19 @@ def run(args: argparse.Namespace) -> int:
     # Whoever waits to be accepted is accepted at once, before anybody can be turned away: where files are few, few may wait.
     backlog = min(config.server.backlog, max(16, files // 4))
     listener = listen(config.server.host, config.server.port, backlog)
-    with listener:
-        return uvloop.run(Service(config, threads, listener, backlog=backlog, max_connections=max(files - SPARE_FILES, files // 2)).run())
+    with contextlib.ExitStack() as open_sockets:
+        open_sockets.enter_context(listener)
+        admin = None
+        if config.server.metrics_bind is not None:
+            host, port = split_bind(config.server.metrics_bind)
+            admin = open_sockets.enter_context(listen(host, int(port), ADMIN_BACKLOG, "server.metrics_bind"))
+        return uvloop.run(
+            Service(config, threads, listener, backlog=backlog, max_connections=max(files - SPARE_FILES, files // 2), admin=admin).run()
+        )
 
 
-def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """A listening TCP socket.
+def listen(host: str, port: int, backlog: int, setting: str = "") -> socket.socket:
+    """A listening TCP socket; `setting` is where its address comes from, server.host and server.port if it is empty.
 
     Raises:
         ConfigError: port in use, not allowed, or no such address; says what to change.
@@ -92,7 +102,8 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
         reason = error.strerror if isinstance(error, OSError) else "no valid host name"
-        raise ConfigError(f"cannot listen on {host!r}: {reason}; choose another --host", param="server.host") from None
+        another = f"set {setting} to another" if setting else "choose another --host"
+        raise ConfigError(f"cannot listen on {host!r}: {reason}; {another}", param=setting or "server.host") from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,12 +111,14 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
         listener.listen(backlog)
     except OSError as error:
         listener.close()
+        way = setting or "--port"
         reasons = {
-            errno.EADDRINUSE: f"port {port} on {host} is in use; stop the program that has it or choose another with --port",
-            errno.EACCES: f"port {port} needs more rights than this user has; choose one above 1023 with --port",
-            errno.EADDRNOTAVAIL: f"{host} is no address of this machine; set --host to one that is",
+            errno.EADDRINUSE: f"port {port} on {host} is in use; stop the program that has it or choose another with {way}",
+            errno.EACCES: f"port {port} needs more rights than this user has; choose one above 1023 with {way}",
+            errno.EADDRNOTAVAIL: f"{host} is no address of this machine; set {setting or '--host'} to one that is",
         }
-        raise ConfigError(reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}"), param="server.port") from None
+        text = reasons.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror}")
+        raise ConfigError(text, param=setting or "server.port") from None
     listener.setblocking(False)
     return listener
 
@@ -229,15 +242,20 @@ class HttpServer(uvicorn.Server):
 class Service:
     """One run of the server, from the bound socket to the exit status."""
 
-    def __init__(self, config: Config, threads: int, listener: socket.socket, *, backlog: int, max_connections: int) -> None:
+    def __init__(
+        self, config: Config, threads: int, listener: socket.socket, *, backlog: int, max_connections: int, admin: socket.socket | None
+    ) -> None:
         self._config = config
         self._threads = threads
         self._listener = listener
+        self._admin_listener = admin
         self._backlog = backlog
         self._out, err = consoles()
         self._progress = LoadProgress(err)
         self._options = dataclasses.replace(ServerOptions.from_config(config), max_connections=max_connections)
+        self._keys = KeyRing(self._options)  # read now, so that a mistake in them is told before minutes of loading
         self._gate = Gate(lambda: str(self._progress), self._options)
+        self._admin_gate = Gate(lambda: str(self._progress), self._options)
         self._stop = asyncio.Event()
         self._client: EngineClient | None = None
 
@@ -247,28 +265,41 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         http = HttpServer(uvicorn_config(self._gate, self._options, backlog=self._backlog, timeout_graceful_shutdown=FLUSH_S))
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        servers = [http]
+        serving = [asyncio.create_task(http.serve(sockets=[self._listener]))]
+        if self._admin_listener is not None:
+            admin = HttpServer(uvicorn_config(self._admin_gate, self._options, backlog=ADMIN_BACKLOG, timeout_graceful_shutdown=FLUSH_S))
+            servers.append(admin)
+            serving.append(asyncio.create_task(admin.serve(sockets=[self._admin_listener])))
         try:
             self._client = client = await self._load()
             await client.start()
-            self._gate.open(create_app(client, self._options))
+            app = create_app(client, self._options)
+            if self._admin_listener is not None and app.admin is not None:
+                self._admin_gate.open(app.admin)
+            steady_process()
+            self._gate.open(app)
             self._announce(client, await self._ask_redis())
             await self._until_stopped(client)
             await self._drain(client)
         finally:
             if self._client is not None:
                 await self._client.stop()
-            http.should_exit = True
-            await serving
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*serving)
         return 0
 
     async def _load(self) -> EngineClient:
         """Build the engine; a signal need not wait for it."""
         with self._progress:
+            looked = in_thread(lambda: LoadingEngine.of(self._config, lambda: str(self._progress)), "forebay-look")
             built = in_thread(lambda: build(self._config, self._threads, self._progress.report), "forebay-load")
             while not built.done():
                 await asyncio.wait([built], timeout=POLL_S)
                 self._progress.tick()
+                if looked.done() and not self._gate.opened and looked.exception() is None:  # what is wrong with the model, the load tells
+                    self._gate.open(App(looked.result(), self._options))
         return built.result()
 
     async def _ask_redis(self) -> RedisCheck | None:
@@ -306,19 +337,37 @@ class Service:
             _say("the time to finish is over; the requests that still run end with an error")
 
     def _announce(self, client: EngineClient, redis: RedisCheck | None) -> None:
-        host, port = self._listener.getsockname()[:2]
-        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        url = f"http://{shown}:{port}"
+        url = f"http://{_reachable(self._listener)}"
         asked = {"messages": [{"role": "user", "content": TRY_TEXT}], "max_tokens": 128, "forebay": {"explain": True}}
         body = json.dumps({"model": client.model_name, **asked})
+        key = "" if self._keys.open else " -H 'Authorization: Bearer YOUR_KEY'"
         lines = [
             f"Forebay {__version__} serves {client.model_name} at {url}",
             f"  context {client.max_context:,} tokens, device {self._config.engine.device}, torch threads {self._threads}",
             f"  kv {client.engine.manager.capacity_tokens:,} tokens in memory, {describe_tiers(tier_options(self._config), redis)}",
             *(f"  note: Redis: {note}" for note in (redis.notes if redis and redis.server else ())),
+            *self._access_lines(),
             "Try it twice:",
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  {own_command()} chat --url {url}",
+            f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+            f"  {'' if self._keys.open else f'{OWN_KEY}=YOUR_KEY '}{own_command()} chat --url {url}",
         ]
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading
             print("\n".join(lines), flush=True)
+
+    def _access_lines(self) -> list[str]:
+        """Who may call, where that is worth a word."""
+        lines = []
+        if self._admin_listener is not None:
+            lines.append(f"  metrics http://{_reachable(self._admin_listener)}/metrics")
+        if not self._keys.open:
+            lines.append(f"  {len(self._keys.callers())} API keys")
+        elif not ipaddress.ip_address(self._listener.getsockname()[0].partition("%")[0]).is_loopback:
+            lines.append("  note: no API keys: whoever reaches this address may use it; see `forebay keys --help`")
+        return lines
+
+
+def _reachable(listener: socket.socket) -> str:
+    """HOST:PORT as a client on this machine can use it."""
+    host, port = listener.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{shown}:{port}"

@@ -15,7 +15,7 @@ from engines import Memo, assert_idle, continuation, greedy, short
 from forebay.engine import client as module
 from forebay.engine.batcher import Row
 from forebay.engine.client import EngineClient
-from forebay.engine.types import EngineError, OutputEvent, QueueFullError, Request, UnavailableError
+from forebay.engine.types import EngineError, OutputEvent, QueueFullError, Request, SlowReaderError, UnavailableError
 from forebay.model.errors import RequestError
 
 
@@ -414,5 +414,92 @@ def test_a_step_that_does_not_end_shows_as_no_progress(monkeypatch: pytest.Monke
             running.gate.set()
             await task
             await running.until(lambda: running.client.last_progress_age() < 5)
+
+    run(body)
+
+
+def test_a_reader_that_does_not_read_loses_its_request_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a reader is bounded in bytes; then its request ends, at once, whether or not the reader ever comes back."""
+    monkeypatch.setattr(module, "UNREAD_BYTES", 100_000)
+
+    async def body() -> None:
+        async with started(max_sequences=2) as running:
+            stuck = running.client.submit(slow())
+            read = [await anext(stuck)]
+            go = threading.Semaphore(0)  # each step waits until the other reader has read: it cannot be late itself
+            running.memo.runner.before = lambda rows: None if go.acquire(timeout=20) else pytest.fail("no event came")
+            other: list[OutputEvent] = []
+            go.release(3)
+            async for event in running.client.submit(Request(short(6, 1), greedy(400))):
+                other.append(event)
+                go.release()
+            assert tokens(other) == continuation(short(6, 1), 400)
+            go.release(10_000)
+            await running.until(lambda: not running.memo.engine.busy)
+            assert running.memo.value("aborts_total") == 1
+            assert_idle(running.memo.engine)
+            waiting = running.client._queues
+            assert [len(queue._events) for queue in waiting.values()] == [1]
+            read += [event async for event in stuck]
+            assert isinstance(read[-1].error, SlowReaderError)
+            assert read[-1].finish_reason == "error"
+            assert tokens(read) == continuation(short(6, 0), len(tokens(read)))
+            assert not waiting
+
+    run(body)
+
+
+def test_a_reader_that_is_late_gets_everything() -> None:
+    async def body() -> None:
+        async with started() as running:
+            stream = running.client.submit(Request(short(4), greedy(500)))
+            read = [await anext(stream)]
+            await running.until(lambda: not running.memo.engine.busy)
+            read += [event async for event in stream]
+            assert tokens(read) == continuation(short(4), 500)
+            assert read[-1].finish_reason == "length"
+
+    run(body)
+
+
+def test_a_step_reaches_the_loop_in_one_call() -> None:
+    """However many streams a step feeds, the loop is woken once for it."""
+
+    async def body() -> None:
+        async with started(max_sequences=8) as running:
+            calls: list[int] = []
+            deliver = running.client._deliver
+            running.client._deliver = lambda events: (calls.append(len(events)), deliver(events))  # type: ignore[method-assign, func-returns-value]
+            running.gate.clear()
+            asked = [asyncio.create_task(running.ask(Request(short(5, i), greedy(20)))) for i in range(8)]
+            await running.until(lambda: running.memo.engine.queued + len(running.client._queues) >= 8)
+            running.gate.set()
+            await asyncio.gather(*asked)
+            assert sum(calls) >= 8 * 20
+            assert len(calls) < 8 * 20 / 3
+
+    run(body)
+
+
+def test_last_tokens_go_out_before_any_answer_is_wound_up() -> None:
+    """Streams that end in the same step do not wait for one another's usage, logs and clean-up."""
+
+    async def body() -> None:
+        async with started(max_sequences=8) as running:
+            seen: list[tuple[str, int]] = []
+
+            async def read(number: int) -> None:
+                async for event in running.client.submit(Request(short(5, number), greedy(10))):
+                    if event.finish_reason is not None:
+                        seen.append(("last token", number))
+                seen.append(("wound up", number))
+
+            running.gate.clear()
+            running.client.engine.submit(slow(99, 1))  # its step holds the thread while the others arrive
+            asked = [asyncio.create_task(read(i)) for i in range(4)]
+            await running.until(lambda: len(running.client._queues) == 4)
+            running.gate.set()
+            await asyncio.gather(*asked)
+            assert [what for what, _ in seen] == ["last token"] * 4 + ["wound up"] * 4
 
     run(body)

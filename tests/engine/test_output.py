@@ -188,3 +188,12 @@ def test_raw_text_shows_markers(tokenizer: Tokenizer) -> None:
     output = processor(tokenizer)
     assert run(output, sampled(tokenizer, "a⟦/think⟧<⟦D⟧ calls>")).content == "a</think><｜DSML｜ calls>"
     assert output.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("stop", [[], ["never"]])
+def test_long_text_is_whole_and_held_in_few_pieces(tokenizer: Tokenizer, stop: list[str]) -> None:
+    output = processor(tokenizer, stop)
+    ids = tokenizer.encode("water ") * 2000
+    deltas = [delta.text for token_id in ids for delta in output.push(token_id)]
+    assert output.text == "".join(deltas) == tokenizer.decode(ids)
+    assert len(output._content) + len(output._pieces) < len(ids) / 100 + 256

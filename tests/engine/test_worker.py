@@ -169,7 +169,7 @@ def test_a_request_that_waited_too_long_ends_with_an_error() -> None:
     assert event.error.status == 503
     assert event.finish_reason == "error"
     assert event.tiers is None
-    assert memo.value("errors_total", kind="queue_timeout") == 1
+    assert memo.value("errors_total", kind="overloaded") == 1
     assert_idle(memo.engine)
 
 

@@ -422,7 +422,7 @@ def test_odd_messages(codec: ChatCodec) -> None:
         ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "regex", "regex": "a"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
         ({"continue_final_message": True}, "messages.0"),

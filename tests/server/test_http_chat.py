@@ -406,7 +406,8 @@ def test_token_ids_on_request(served: Served, client: openai.OpenAI) -> None:
     assert answer.choices[0].token_ids == tokens
     chunks = list(client.chat.completions.create(model="script", messages=HI, stream=True, extra_body=extra))
     assert [i for c in chunks for choice in c.choices for i in getattr(choice, "token_ids", [])] == tokens
-    assert chunks[-1].prompt_token_ids == prompt
+    assert chunks[0].prompt_token_ids == prompt
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
 
 
 def test_options_come_from_the_configuration() -> None:

@@ -76,25 +76,55 @@ def test_every_chunk_has_the_official_shape(served: Served, said: str) -> None:
 
 
 @pytest.mark.case("B066")
-@pytest.mark.parametrize("asked", [None, {}, {"include_usage": False}, {"include_usage": True}])
-def test_usage_only_when_asked_for(served: Served, asked: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("asked", [None, {}, {"include_usage": None}, {"include_usage": False}, {"include_usage": True}])
+def test_usage_comes_once_and_where_it_was_asked_for(served: Served, asked: dict[str, Any] | None) -> None:
     received = chunks(served, **({} if asked is None else {"stream_options": asked}))
-    if asked == {"include_usage": True}:
+    include = (asked or {}).get("include_usage")
+    if include is True:
         assert all(chunk["usage"] is None for chunk in received[:-1])
         assert received[-1]["choices"] == []
         assert received[-1]["usage"]["total_tokens"] > 0
-    else:
-        assert not any("usage" in chunk for chunk in received)
-        assert all(chunk["choices"] for chunk in received)
+        return
+    assert all(chunk["choices"] for chunk in received)
+    assert not any("usage" in chunk for chunk in received[:-1])
+    assert received[-1]["choices"][0]["finish_reason"] == "stop"
+    assert ("usage" in received[-1]) == (include is None)  # as the vendor's own service does, unless it is declined
+
+
+@pytest.mark.case("B066")
+def test_usage_of_several_choices_is_told_with_the_last_finish(served: Served, client: openai.OpenAI) -> None:
+    texts = ["one", "two words and more of them", "three"]
+    served.engine.answer = lambda request: Script([*served.engine.ids(texts[request.params.seed]), served.engine.tokenizer.eos_id])
+    received = chunks(served, n=3, seed=0, **PLAIN)
+    told = [chunk for chunk in received if "usage" in chunk]
+    assert told == received[-1:]
+    whole = client.chat.completions.create(model="script", messages=HI, n=3, seed=0, extra_body=PLAIN)
+    assert whole.usage is not None
+    assert told[0]["usage"] == whole.usage.model_dump(exclude_none=True)
+
+
+@pytest.mark.case("B066")
+@pytest.mark.parametrize("include", [True, False, None])
+def test_running_usage_is_on_every_chunk(served: Served, include: bool | None) -> None:
+    served.engine.say("I think.</think>An answer.")
+    received = chunks(served, stream_options={"continuous_usage_stats": True, "include_usage": include})
+    usages = [chunk["usage"] for chunk in received]
+    completion = [usage["completion_tokens"] for usage in usages]
+    assert completion == sorted(completion)
+    assert (completion[0], completion[-1]) == (1, len(served.engine.ids("I think.</think>An answer.")) + 1)
+    assert {usage["prompt_tokens"] for usage in usages} == {len(served.engine.requests[0].prompt_ids)}
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    assert "prompt_cache_hit_tokens" not in usages[0]  # not known before the end
+    assert ("prompt_cache_hit_tokens" in usages[-1]) == (include is not False)
 
 
 @pytest.mark.case("B066")
 @pytest.mark.parametrize("stream", [False, None])
-def test_stream_options_without_stream_are_refused(client: openai.OpenAI, stream: Any) -> None:
+def test_stream_options_without_stream_change_nothing_and_are_named(client: openai.OpenAI, stream: Any) -> None:
     extra = {"stream": stream, "stream_options": {"include_usage": True}}
-    with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="script", messages=HI, extra_body=extra)
-    assert error.value.param == "stream_options"
+    raw = client.chat.completions.with_raw_response.create(model="script", messages=HI, extra_body=extra)
+    assert raw.headers["x-forebay-ignored"] == "stream_options"
+    assert raw.parse().usage is not None
 
 
 @pytest.mark.case("B054")
@@ -362,4 +392,4 @@ def test_refusal_after_a_comment_is_an_event(impatient: Served) -> None:
     impatient.engine.answer = answer
     *before, error, done = events(impatient, **PLAIN)
     assert (before, done) == ([], "[DONE]")
-    assert json.loads(error)["error"]["code"] == "queue_full"
+    assert json.loads(error)["error"]["code"] == "overloaded"

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,30 @@ def test_answers_and_reports_progress_while_loading(free_port: int) -> None:
         assert "layers.3.attn.wkv.weight" in ready.json()["error"]["message"]
         assert chat.json()["error"]["code"] == "model_loading"
         assert int(chat.headers["retry-after"]) > 0
+        assert url_of(process) == url
+        assert httpx.get(url).text == "ok"
+
+
+def test_lists_models_and_tokenises_while_loading(free_port: int) -> None:
+    with service("--port", str(free_port), FAKE_LOAD_S="6", FOREBAY_MODEL__NAME="mine") as process:
+        url = f"http://127.0.0.1:{free_port}"
+        transport = httpx.HTTPTransport(retries=8)
+        with httpx.Client(base_url=url, transport=transport, timeout=WAIT_S) as client:
+            deadline = time.monotonic() + WAIT_S
+            while client.get("/v1/models").status_code == 503:  # until the tokenizer is there
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["mine"]
+            assert client.get("/anthropic/v1/models/mine").json()["type"] == "model"
+            ids = client.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
+            assert client.post("/detokenize", json={"tokens": ids[1:]}).json()["text"] == "Hello"
+            for path, body in [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "x"})]:
+                refused = client.post(path, json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+                assert "25%" in refused.json()["error"]["message"]
+            ready = client.get("/health/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "loading")
+            assert client.get("/health/live").status_code == 200
         assert url_of(process) == url
         assert httpx.get(url).text == "ok"
 

@@ -1,0 +1,32 @@
+"""What is known of a model before its weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.model.source import resolve
+from forebay.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A model that is still to be loaded.
+
+    Attributes:
+        name: what it is called if the configuration does not say.
+        longest: tokens of the longest context that it was made for.
+    """
+
+    name: str
+    longest: int
+    tokenizer: Tokenizer
+
+
+def preview(model: str) -> Preview:
+    """Look at a model by its `--model` value: the time that reading its tokenizer takes, without torch.
+
+    Raises:
+        ConfigError, CheckpointError: it is not there, or its tokenizer is not one for chat.
+    """
+    source = resolve(model)
+    return Preview(source.name, source.config.max_position_embeddings, Tokenizer.load(source.tokenizer_path))

@@ -1,0 +1,180 @@
+"""POST /tokenize and /detokenize: what a prompt is in tokens, and back. Neither needs the engine, only its tokenizer.
+
+The names of vLLM (`prompt`, `messages`, `return_token_strs`) and of llama.cpp (`content`, `with_pieces`, `parse_special`, `add_special`)
+are taken alike; so is SGLang's `text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from forebay.model.tokenizer import Tokenizer
+from forebay.server.exchange import Exchange
+from forebay.server.field_errors import bad, invalid, refusal, unsupported
+from forebay.server.prompts import integers, text_ids
+from forebay.server.protocol import MAX_NAMED, ChatCall, _Body, is_name, parse_chat
+from forebay.server.turns import Turns
+
+TEXTS = ("prompt", "content", "text")  # names of the same thing in vLLM, llama.cpp and SGLang
+
+
+class TokenizeFields(_Body):
+    """The fields of /tokenize beside the text and what the chat encoding reads."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+    return_prompt: bool | None = None
+
+    @property
+    def bos(self) -> bool:
+        """Whether begin of sentence is put in front of a text."""
+        return self.add_special_tokens is not False and self.add_special is not False
+
+
+@dataclass
+class TokenizeCall:
+    """A validated request: a text, or a conversation for the chat encoding."""
+
+    fields: TokenizeFields
+    chat: ChatCall | None
+    text: str
+    path: str
+    ignored: tuple[str, ...]  # names for the response header
+
+
+@dataclass
+class DetokenizeCall:
+    """Ids to be made a text of."""
+
+    ids: list[int]
+    model: str | None
+    ignored: tuple[str, ...]
+
+
+def parse_tokenize(body: dict[str, Any], turns: Turns) -> TokenizeCall:
+    """Validate a body of /tokenize. Raises RequestError naming the field."""
+    body = {name: value for name, value in body.items() if value is not None}
+    given = [name for name in (*TEXTS, "messages") if name in body]
+    if not given:
+        text = "Missing required parameter: 'prompt', a text ('content' and 'text' mean the same), or 'messages'."
+        raise bad("prompt", text, "missing_required_parameter")
+    if len(given) > 1:
+        raise invalid(given[1], f"'{given[0]}' is there already, and only one of them can be tokenised")
+    own = {name: body.pop(name) for name in TokenizeFields.model_fields if name in body}
+    try:
+        fields = TokenizeFields.model_validate(own)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False)[0]) from None
+    if given[0] == "messages":
+        idle = [name for name in ("add_special_tokens", "add_special", "parse_special") if name in own]
+        chat = parse_chat({**body, **({"model": fields.model} if fields.model else {})}, turns.options, turns.engine.tokenizer)
+        return TokenizeCall(fields, chat, "", "messages", (*idle, *chat.ignored)[:MAX_NAMED])
+    text = body.pop(given[0])
+    if not isinstance(text, str):
+        raise invalid(given[0], "expected a string")
+    if body.get("tools"):
+        raise unsupported("tools", "a text has none; send 'messages'")
+    return TokenizeCall(fields, None, text, given[0], _names(body))
+
+
+def parse_detokenize(body: dict[str, Any], tokenizer: Tokenizer) -> DetokenizeCall:
+    """Validate a body of /detokenize. Raises RequestError naming the field or the id that no token has."""
+    body = {name: value for name, value in body.items() if value is not None}
+    tokens, model = body.pop("tokens", None), body.pop("model", None)
+    if tokens is None:
+        raise bad("tokens", "Missing required parameter: 'tokens'.", "missing_required_parameter")
+    if model is not None and not isinstance(model, str):
+        raise bad("model", "Invalid type for 'model': expected a string.", "invalid_type")
+    if not isinstance(tokens, list):
+        raise bad("tokens", "Invalid type for 'tokens': expected an array of token ids.", "invalid_type")
+    ids = integers(tokens, "tokens")
+    if ids and (min(ids) < 0 or max(ids) >= tokenizer.vocab_size):
+        place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < tokenizer.vocab_size)
+        raise invalid(f"tokens[{place}]", f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {str(ids[place])[:40]}")
+    return DetokenizeCall(ids, model, _names(body))
+
+
+class TokenRoutes:
+    """The handlers of both routes. They answer whenever the tokenizer is there, also while the engine drains."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """{count, max_model_len, tokens, token_strs}, and the rendered `prompt` if asked for."""
+        await self._counted(exchange, self._tokenize)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """{prompt, text, content}, all the same."""
+        await self._counted(exchange, self._detokenize)
+
+    async def _counted(self, exchange: Exchange, serve: Callable[[Exchange, bytes], Coroutine[Any, Any, None]]) -> None:
+        await self._turns.run(exchange, lambda data: serve(exchange, data), needs_engine=False)
+
+    async def _tokenize(self, exchange: Exchange, data: bytes) -> None:
+        turns = self._turns
+        call, size = await turns.read(exchange, data, lambda body: parse_tokenize(body, turns))
+        del data
+        self._accept(exchange, call.fields.model, call.ignored, size)
+        tokenizer, fields = turns.engine.tokenizer, call.fields
+        rendered = ""
+        if call.chat is not None:
+            prompt = await turns.encode(exchange, call.chat, size, limited=False)
+            given, rendered = prompt.token_ids, prompt.text
+        else:
+            given, rendered = None, call.text
+
+        def work() -> bytes:
+            control = fields.parse_special is not False
+            ids = given if given is not None else text_ids(call.text, tokenizer, path=call.path, bos=fields.bos, control=control)
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.max_context, "tokens": ids}
+            answer["token_strs"] = [tokenizer.token_text(i) for i in ids] if fields.return_token_strs else None
+            if fields.with_pieces:
+                answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
+            if fields.return_prompt:
+                answer["prompt"] = rendered
+            return orjson.dumps(answer)
+
+        await exchange.reply(200, await turns.lanes.run(size, work))
+
+    async def _detokenize(self, exchange: Exchange, data: bytes) -> None:
+        turns = self._turns
+        tokenizer = turns.engine.tokenizer
+        call, size = await turns.read(exchange, data, lambda body: parse_detokenize(body, tokenizer))
+        del data
+        self._accept(exchange, call.model, call.ignored, size)
+
+        def work() -> bytes:
+            text = tokenizer.decode(call.ids)
+            return orjson.dumps({"prompt": text, "text": text, "content": text})
+
+        await exchange.reply(200, await turns.lanes.run(size, work))
+
+    def _accept(self, exchange: Exchange, model: str | None, ignored: Sequence[str], size: int) -> None:
+        self._turns.require_model(model)
+        if ignored:
+            exchange.extra_headers.append((b"x-forebay-ignored", ", ".join(ignored).encode("ascii", "replace")))
+        exchange.notes.update(body_bytes=size)
+
+
+def _names(body: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the fields that nothing reads, for the response header."""
+    return tuple(name for name in body if is_name(name))[:MAX_NAMED]
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """llama.cpp's form of a token: its text, or its bytes if it holds part of a character."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(data)

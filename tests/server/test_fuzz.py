@@ -1,0 +1,203 @@
+"""Thousands of broken requests over every route that takes a body: none is our fault, none gets stuck, nothing piles up.
+
+2,000 requests by default; FUZZ_REQUESTS=20000 for the whole run, FUZZ_REQUESTS=20000:7 for another seed than 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import resource
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from forebay.server.app import App
+from forebay.server.limits import ServerOptions
+from forebay.server.openapi import BODIES as DESCRIBED
+from forebay.server.openapi import document
+from forebay.server.protocol import KNOWN
+from fuzz_requests import BODIES, HI, Mutant, mutants
+from script_engine import Script, ScriptEngine
+
+COUNT, _, SEED = os.environ.get("FUZZ_REQUESTS", "2000").partition(":")
+STUCK_S = 20.0
+AT_ONCE = 8
+GOOD = [Mutant("/v1/chat/completions", json.dumps({"messages": [HI], "stream": stream}).encode(), []) for stream in (False, True)]
+
+
+class Answer:
+    """What the application sent for one request."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._sent = False
+        self.status = 0
+        self.body = bytearray()
+        self.headers: dict[bytes, bytes] = {}
+        self.ended = False
+        self._gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._mutant.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert not self.status, "two answers"
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            assert self.status and not self.ended
+            self.body += message.get("body", b"")
+            self.ended = not message.get("more_body", False)
+            if self.ended:
+                self._gone.set()
+
+
+async def ask(app: App, mutant: Mutant) -> Answer:
+    """One request over raw ASGI, as a server would make it."""
+    answer = Answer(mutant)
+    scope = {
+        "type": "http", "method": "POST", "path": mutant.path, "query_string": b"", "headers": mutant.headers, "http_version": "1.1",
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "scheme": "http", "raw_path": mutant.path.encode(),
+    }  # fmt: skip
+    async with asyncio.timeout(STUCK_S):
+        await asyncio.create_task(app(scope, answer.receive, answer.send))
+    return answer
+
+
+def check(app: App, mutant: Mutant, answer: Answer) -> None:
+    """The answer is whole, of a described status, and an error is an envelope of the route's family."""
+    told = f"{answer.status} to {mutant.path} {mutant.headers} {mutant.body[:2000]!r}: {bytes(answer.body[-500:])!r}"
+    assert answer.ended, told
+    assert str(answer.status) in PATHS[mutant.path]["post"]["responses"], told
+    assert answer.status < 500, told
+    if answer.headers[b"content-type"].startswith(b"text/event-stream"):
+        assert not any(fault in answer.body for fault in (b"internal_error", b"server_error", b"api_error")), told
+        return
+    body = json.loads(answer.body)
+    if answer.status >= 400:
+        error = body["error"]
+        assert isinstance(error["message"], str) and error["message"], told
+        assert len(answer.body) < 20_000, told
+        if mutant.path.startswith("/v1/messages"):
+            assert body["type"] == "error" and error["type"], told
+        else:
+            assert error.keys() == {"message", "type", "param", "code"}, told
+
+
+PATHS: dict[str, Any] = {}
+
+
+def memory() -> int:
+    """Resident bytes."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+async def usual(app: App) -> float:
+    """Median seconds of a good request."""
+    times = []
+    for i in range(60):
+        began = time.perf_counter()
+        answer = await ask(app, GOOD[i % 2])
+        times.append(time.perf_counter() - began)
+        assert answer.status == 200 and answer.ended and b"stop" in answer.body
+    return statistics.median(times)
+
+
+def schema_bodies(schema: Any) -> dict[str, dict[str, Any]]:
+    """A schema in every place where a body can have one."""
+    tool = {"name": "f", "parameters": schema}
+    text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    return {
+        "chat tools": {"path": "/v1/chat/completions", "messages": [HI], "tools": [{"type": "function", "function": tool}]},
+        "chat format": {"path": "/v1/chat/completions", "messages": [HI], "response_format": response_format},
+        "messages": {"path": "/v1/messages", "max_tokens": 5, "messages": [HI], "tools": [{"name": "f", "input_schema": schema}]},
+        "responses tools": {"path": "/v1/responses", "input": "Hi", "tools": [{"type": "function", **tool, "strict": False}]},
+        "responses text": {"path": "/v1/responses", "input": "Hi", "text": text},
+    }
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [10**30, {"x": {"type": [[]]}}, {"x": {"type": [{"a": 1}, None]}}, {"x": {"const": -(2**63) - 1}}, {"x": {"enum": [[{}], 2**64]}}],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_schemas_that_the_fuzz_found(properties: Any, stream: bool) -> None:
+    """Types that cannot be hashed, and integers that orjson reads and cannot write."""
+    engine = ScriptEngine(max_context=4096)
+    engine.say("Hello there.")
+    app = App(engine, ServerOptions())
+    try:
+        for name, body in schema_bodies({"type": "object", "properties": properties}).items():
+            path = body.pop("path")
+            answer = asyncio.run(ask(app, Mutant(path, json.dumps({**body, "stream": stream}).encode(), [])))
+            assert answer.status in (200, 400) and answer.ended, (name, answer.status, bytes(answer.body))
+            assert not any(fault in answer.body for fault in (b"internal_error", b"server_error", b"api_error")), (name, bytes(answer.body))
+    finally:
+        app.close()
+
+
+@pytest.mark.slow
+@pytest.mark.case("B109", "B111", "B116")
+def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    """No 5xx, no stuck request, memory flat, and a good request is answered in its usual time afterwards."""
+    engine = ScriptEngine(max_context=4096)
+    texts = ["Hello there.", "Hm.</think>Hello there.", '{"x": 1}', "é\U0001f600 ok"]
+    scripts = [Script([*engine.ids(text), engine.tokenizer.eos_id or 0], per_event=3) for text in texts]
+    engine.answer = scripts[0]
+    app = App(engine, ServerOptions())
+    PATHS.update(document(app.routes, ["script"], open_to_all=True)["paths"])
+    assert {route.name for route in app.routes if "POST" in route.methods} == set(BODIES) == set(DESCRIBED)
+    names = sorted(KNOWN | {name for bodies in BODIES.values() for body in bodies for name in body} | {"nonsense", "__class__"})
+    statuses: Counter[int] = Counter()
+    ours: list[str] = []
+
+    async def run() -> tuple[float, float, list[int]]:
+        before = await usual(app)
+        sizes: list[int] = []
+        stream = enumerate(mutants(int(COUNT), int(SEED or 1), names))
+        quarter = max(int(COUNT) // 4, 1)
+
+        async def worker() -> None:
+            for number, mutant in stream:
+                engine.answer = scripts[number % len(scripts)]
+                for kept in (engine.requests, engine.events, engine.aborted):  # what the stand-in remembers is not the server's
+                    kept.clear()
+                answer = await ask(app, mutant)
+                statuses[answer.status] += 1
+                try:
+                    check(app, mutant, answer)
+                except (AssertionError, ValueError, KeyError) as error:
+                    ours.append(str(error)[:3000])
+                if number % quarter == quarter - 1:
+                    sizes.append(memory())
+
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+        engine.answer = scripts[0]
+        engine.requests.clear()
+        return before, await usual(app), sizes
+
+    try:
+        before, after, sizes = asyncio.run(run())
+    finally:
+        app.close()
+    good = f"a good request takes {before * 1000:.2f} ms before, {after * 1000:.2f} ms after"
+    print(f"statuses {dict(statuses)}; {good}; memory {[size >> 20 for size in sizes]} MiB")
+    assert not ours, f"{len(ours)} of {COUNT}:\n" + "\n\n".join(ours[:12])
+    assert not [r.getMessage() for r in caplog.records if r.name == "forebay.server" and r.exc_info], "a traceback in the log"
+    assert not engine.running and not engine.waiting
+    assert statuses[200] > int(COUNT) / 20 and statuses[400] > int(COUNT) / 20  # both ways were taken
+    assert sizes[-1] - sizes[0] < 48 << 20, sizes
+    assert after < 4 * before + 0.005, (before, after)
