@@ -168,7 +168,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib: the extra `quality`)")
     quality.add_argument("--quick", action="store_true", help="shorter texts, fewer samples and modes")
     quality.add_argument("--only", metavar="PART,…", help="some of text, recall, drift, modes, tasks, effort (default: all)")
-    samples = "questions behind each share in the default mode, half or a quarter as many where they take long (default: 100, with --quick 16)"
+    samples = "questions behind each share in the default mode, fewer where they take long (default: 100, with --quick 16)"
     quality.add_argument("--samples", type=int, metavar="N", help=samples)
     quality.add_argument("--seed", type=int, default=1, metavar="N", help="of the exercises (default: %(default)s)")
 
