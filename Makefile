@@ -5,6 +5,7 @@
 # make demo-data   the text that the demo network is trained on, from two Debian documentation packages (19 MB fetched, nothing installed)
 # make demo-train  trains the demo network (one GPU; goes on where it was stopped) and writes it to build/demo-checkpoint;
 #                  TRAIN="--seconds 500" trains for a piece
+# make demo-tokenizer   trains a tokenizer like the demo's (into build/; the committed one stays)
 # make demo-eval   what the demo network gets right under every approximation; QUALITY="--quick" for a look
 # make clean   removes what the others made
 
@@ -50,7 +51,7 @@ demo-data: $(VENV)/.installed
 	$(BIN)/python -m forebay.model.demo.train.corpus build/demo-data
 
 demo-tokenizer: demo-data
-	$(BIN)/python -m forebay.model.demo.train.tokenizer build/demo-data
+	$(BIN)/python -m forebay.model.demo.train.tokenizer build/demo-data build/demo-tokenizer.json
 
 demo-train: $(VENV)/.installed
 	test -e build/demo-data/corpus.bin || $(MAKE) demo-data
@@ -81,5 +82,5 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/forebay.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist quality.json quality.png src/forebay.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

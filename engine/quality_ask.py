@@ -68,11 +68,14 @@ class Asker:
         self.size, self.least = layout.block_tokens, least_hit_blocks(layout.window, layout.block_tokens)
         self._salts = itertools.count()
 
-    def ask(self, groups: Sequence[Sequence[Conversation]], limit: int | None = None) -> list[list[Answer] | None]:
+    def ask(
+        self, groups: Sequence[Sequence[Conversation]], limit: int | None = None, lead: Sequence[int] = ()
+    ) -> list[list[Answer] | None]:
         """Answers to every conversation of every group, greedy; None for a group whose prompts are too short for the mode's boundaries.
 
         Args:
             limit: most tokens of an answer; None for as many as `limit` gives each conversation.
+            lead: ids before every prompt. A group then shares what is in it and no more, so that all boundaries lie in it.
 
         Raises:
             QualityError: an answer does not rest on as many replays as it should.
@@ -81,7 +84,7 @@ class Asker:
         found: list[list[Answer] | None] = []
         wave: list[_Group] = []
         for conversations in groups:
-            group = self._group(conversations, limit)
+            group = self._group(conversations, limit, list(lead))
             if wave and sum(known.tokens for known in wave) + group.tokens > room:
                 found += self._run(wave)
                 wave = []
@@ -125,24 +128,33 @@ class Asker:
         least, most = ANSWER_TOKENS
         return min(most, least + len(self.llm.tokenizer.encode(text)) * 3 // 2)
 
-    def _group(self, conversations: Sequence[Conversation], limit: int | None) -> _Group:
+    def _group(self, conversations: Sequence[Conversation], limit: int | None, lead: list[int]) -> _Group:
         prompts = [self.codec.encode(c.body) for c in conversations]
-        ids = [prompt.token_ids for prompt in prompts]
-        shared = min(_shared(ids[0], other) for other in ids[1:]) if len(ids) > 1 else len(ids[0]) - 1
+        ids = [lead + prompt.token_ids for prompt in prompts]
+        if lead:
+            shared = len(lead)
+        else:
+            shared = min(_shared(ids[0], other) for other in ids[1:]) if len(ids) > 1 else len(ids[0]) - 1
         limits = [self.limit(c) if limit is None else limit for c in conversations]
-        return _Group(prompts, limits, ids[0][: shared // self.size * self.size], self.salt(), self.size)
+        return _Group(prompts, ids, limits, ids[0][: shared // self.size * self.size], self.salt(), self.size)
 
     def _run(self, wave: Sequence[_Group]) -> list[list[Answer] | None]:
         # A lone prompt without boundaries has nobody to share its beginning with.
         grown = [group for group in wave if self.mode.boundaries or len(group.prompts) > 1]
         fits = dict(zip([group.salt for group in grown], self.grow([(group.shared, group.salt) for group in grown]), strict=True))
         asked = [group for group in wave if fits.get(group.salt, True)]
-        requests = []
+        room = int(self.llm.engine.manager.capacity_tokens * POOL_SHARE) - sum(len(group.shared) for group in asked)
+        portions: list[list[Request]] = [[]]
+        left = room
         for group in asked:
-            for prompt, limit in zip(group.prompts, group.limits, strict=True):
+            for prompt, ids, limit, size in zip(group.prompts, group.ids, group.limits, group.own, strict=True):
+                if portions[-1] and size > left:
+                    portions.append([])
+                    left = room
                 params = SamplingParams(temperature=0.0, max_tokens=limit)
-                requests.append(self.request(prompt.token_ids, params, group.salt, prompt, len(group.shared)))
-        outputs = iter(self.llm.run(requests))
+                portions[-1].append(self.request(ids, params, group.salt, prompt, len(group.shared)))
+                left -= size
+        outputs = iter([output for portion in portions for output in self.llm.run(portion)])
         found: list[list[Answer] | None] = []
         for group in wave:
             found.append([self._answer(prompt, next(outputs)) for prompt in group.prompts] if group in asked else None)
@@ -164,22 +176,25 @@ class Asker:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Prompts that begin with `shared`, whole blocks."""
+    """Prompts that begin with `shared`, whole blocks. `ids` has what is before each prompt too."""
 
     prompts: list[EncodedPrompt]
+    ids: list[list[int]]
     limits: list[int]
     shared: list[int]
     salt: str
     size: int
 
     @property
+    def own(self) -> list[int]:
+        """What each of its requests takes of the block pool beside what is shared, tokens."""
+        lengths = [len(ids) - len(self.shared) + limit for ids, limit in zip(self.ids, self.limits, strict=True)]
+        return [(-(-length // self.size) + 2) * self.size for length in lengths]
+
+    @property
     def tokens(self) -> int:
-        """What its requests take of the block pool."""
-        own = sum(
-            -(-(len(prompt.token_ids) - len(self.shared) + limit) // self.size) + 2
-            for prompt, limit in zip(self.prompts, self.limits, strict=True)
-        )
-        return len(self.shared) + own * self.size
+        """What all of them take, tokens."""
+        return len(self.shared) + sum(self.own)
 
 
 def message(codec: ChatCodec, prompt: EncodedPrompt, token_ids: Sequence[int], stop_ids: frozenset[int]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from forebay.engine.quality_ask import QualityError
+from forebay.engine.quality_unseen import unseen_text
 from forebay.model.chat import ChatCodec
 from forebay.model.demo.tasks import TASKS, Conversation, Effort, Options, check, check_arguments
 
@@ -30,17 +31,22 @@ class Exercises:
         draw: a conversation of a task.
         check: whether a reply is right; for `tools` that the right tools are called.
         check_arguments: whether the calls are right, arguments included.
+        unseen: questions about one text of held-out prose; the arguments are its length in tokens and how many.
         prose: held-out documents.
     """
 
     draw: Callable[[str, random.Random, Options], Conversation]
     check: Callable[[Conversation, dict[str, Any]], bool]
     check_arguments: Callable[[Conversation, dict[str, Any]], bool]
+    unseen: Callable[[random.Random, int, int], list[Conversation]]
     prose: Callable[[], list[str]]
 
 
 def demo_exercises() -> Exercises:
-    return Exercises(lambda task, rng, options: TASKS[task](rng, options), check, check_arguments, held_out_prose)
+    def unseen(rng: random.Random, length: int, count: int) -> list[Conversation]:
+        return unseen_text(rng, held_out_prose(), length, count, EFFORT)
+
+    return Exercises(lambda task, rng, options: TASKS[task](rng, options), check, check_arguments, unseen, held_out_prose)
 
 
 @cache
@@ -95,6 +101,14 @@ def recall_text(exercises: Exercises, codec: ChatCodec, length: int, number: int
     return group
 
 
+def unseen_recall(exercises: Exercises, codec: ChatCodec, length: int, number: int, seed: int) -> list[Conversation]:
+    """As `recall_text`, in prose that training never saw."""
+    drawn, count = f"{seed} unseen {length} {number}", questions_in(length)
+    group = exercises.unseen(random.Random(drawn), length, count)
+    short = length - len(codec.encode(group[0].body).token_ids)
+    return exercises.unseen(random.Random(drawn), length + short, count)
+
+
 def item_key(text: int, conversation: Conversation) -> str:
     """Tells a question from others of the same plan; the same in every mode."""
     return f"{text} {zlib.crc32(json.dumps(conversation.body, sort_keys=True).encode()):08x}"
@@ -121,3 +135,22 @@ def apart(conversation: Conversation, questions: int) -> list[Conversation]:
         meta = {**conversation.meta, "what": what, "expect": value, "others": sorted(values - {value}), "depth": depth}
         out.append(Conversation(conversation.task, body, answer, meta))
     return out
+
+
+def calls_parse(reply: dict[str, Any]) -> bool:
+    """Whether there are calls and the arguments of every one are a JSON object."""
+    calls = reply.get("tool_calls") or ()
+    try:
+        return bool(calls) and all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
+    except ValueError:
+        return False
+
+
+def record_parses(conversation: Conversation, reply: dict[str, Any]) -> bool:
+    """Whether the content is a JSON object with every key that the request's schema requires."""
+    required = conversation.body["response_format"]["json_schema"]["schema"]["required"]
+    try:
+        value = json.loads(reply.get("content") or "")
+    except ValueError:
+        return False
+    return isinstance(value, dict) and all(key in value for key in required)

@@ -153,10 +153,14 @@ MODES = (EXACT, BOUNDED, *REPLAYED, WIDE, DENSE, WINDOW_ONLY, SHUFFLED)
 
 @contextmanager
 def running(llm: LLM, mode: Mode) -> Iterator[None]:
-    """Let `llm`, which must be idle, run in `mode`. What is cached before and in it is forgotten."""
+    """Let `llm`, which must be idle and have its own memory, run in `mode`. What is cached before and in it is forgotten.
+
+    Raises:
+        EngineError: it is busy, or the memory of another mode stands in for its own.
+    """
     runner, manager = llm.engine.runner, llm.engine.manager
     served = runner.memory
-    if llm.engine.busy or not isinstance(served, CacheMemory):
+    if llm.engine.busy or type(served) is not CacheMemory:  # the memories of modes derive from it
         raise EngineError("the mode of an engine can be changed only while it is idle, and not twice")
     manager.clear()
     if mode.memory is not None:

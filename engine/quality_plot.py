@@ -10,6 +10,7 @@ from forebay.model.errors import ConfigError
 
 INK, GREY = "#222222", "#999999"
 BLUE, ORANGE, GREEN, RED = "#1f5fa8", "#d9731a", "#2f8f4e", "#b3322c"
+SHADES = ("#f2c48d", "#e89a4a", "#d9731a", "#8f4708")  # the more boundaries, the darker
 
 
 def need_matplotlib() -> None:
@@ -102,7 +103,8 @@ def _drift_text(ax: Any, figures: dict[str, Any]) -> bool:
     if not text or exact is None:
         return False
     at = list(range(len(text)))
-    spread = [r["kl_se"] for r in text]
+    known = [(r["kl"], r["kl"], r["kl"]) if r["kl_low"] is None else (r["kl_low"], r["kl"], r["kl_high"]) for r in text]
+    spread = [[kl - low for low, kl, _ in known], [high - kl for _, kl, high in known]]
     lines = [ax.errorbar(at, [r["kl"] for r in text], spread, color=RED, marker="o", capsize=3, label="KL from exact (left)")]
     ax.set_ylabel("nats")
     ax.set_ylim(bottom=0)
@@ -122,7 +124,7 @@ def _drift_text(ax: Any, figures: dict[str, Any]) -> bool:
 
 
 def _by_length(ax: Any, figures: dict[str, Any]) -> bool:
-    scores = _scores(figures, "recall")
+    scores = _scores(figures, "recall", what="recall")
     if not scores:
         return False
     lengths = [s["length"] for s in scores]
@@ -130,7 +132,7 @@ def _by_length(ax: Any, figures: dict[str, Any]) -> bool:
     label = f"all depths (n = {asked[0]} to {asked[-1]}, of {texts[0]} to {texts[-1]} texts)"
     ax.errorbar(range(len(lengths)), [100 * s["share"] for s in scores], _errors(scores), color=BLUE, marker="o", capsize=3, label=label)
     for depth, colour in ((0, GREEN), (4, RED)):
-        part = {s["length"]: s["share"] for s in _scores(figures, "recall", depth=depth)}
+        part = {s["length"]: s["share"] for s in _scores(figures, "recall", what="recall", depth=depth)}
         at = [i for i, length in enumerate(lengths) if length in part]
         name = "facts in the first fifth" if depth == 0 else "facts in the last fifth"
         ax.plot(at, [100 * part[lengths[i]] for i in at], color=colour, linestyle=":", marker=".", label=name)
@@ -146,19 +148,27 @@ def _effort(ax: Any, figures: dict[str, Any]) -> bool:
     scores = sorted(_scores(figures, "effort"), key=lambda s: s["effort"])
     if not scores:
         return False
-    efforts = [s["effort"] for s in scores]
-    label = f"right (n = {scores[0]['n']})"
-    lines = [ax.errorbar(efforts, [100 * s["share"] for s in scores], _errors(scores), color=BLUE, marker="o", capsize=3, label=label)]
-    _percent(ax, "right, %")
+    efforts = sorted({s["effort"] for s in scores})
     other = ax.twinx()
     other.spines["top"].set_visible(False)
-    lines += other.plot(efforts, [s["mean_tokens"] for s in scores], color=ORANGE, marker="s", label="tokens of an answer (right)")
+    lines = []
+    modes = list(dict.fromkeys(s["mode"] for s in scores))
+    for number, (mode, colour, mark) in enumerate(zip(modes, (BLUE, RED, GREEN, GREY), "o^Dv", strict=False)):
+        mine = [s for s in scores if s["mode"] == mode]
+        at = [s["effort"] + number - (len(modes) - 1) / 2 for s in mine]
+        label = f"right, {mode} (n = {mine[0]['n']})"
+        lines.append(ax.errorbar(at, [100 * s["share"] for s in mine], _errors(mine), color=colour, marker=mark, capsize=3, label=label))
+        tokens = other.plot(at, [s["mean_tokens"] for s in mine], color=ORANGE if number == 0 else colour, linestyle=":", marker=".")
+        if number == 0:
+            tokens[0].set_label("tokens of an answer (dotted, right)")
+            lines += tokens
+    _percent(ax, "right, %")
     other.set_ylim(0, 1.15 * max(s["mean_tokens"] for s in scores))
     other.set_ylabel("tokens")
     ax.set_xticks(efforts)
     ax.set_xlabel("reasoning effort")
-    ax.set_title("Arithmetic by effort")
-    ax.legend(handles=lines, loc="lower right", frameon=False)
+    ax.set_title("Arithmetic by effort, after a long lead")
+    ax.legend(handles=lines, loc="lower right", frameon=False, fontsize=8)
     return True
 
 
@@ -168,7 +178,7 @@ def _by_mode(ax: Any, figures: dict[str, Any]) -> bool:
     if not scores:
         return False
     modes = list(dict.fromkeys(s["mode"] for s in scores))
-    default = _scores(figures, "recall", mode="bounded decoder")
+    default = _scores(figures, "recall", what="recall", mode="bounded decoder")
     if any(s["length"] in lengths for s in default):
         modes.insert(1, "bounded decoder")
     wide = 0.8 / len(lengths)
@@ -194,9 +204,9 @@ def _by_task(ax: Any, figures: dict[str, Any]) -> bool:
         return False
     tasks = list(dict.fromkeys(s["what"] for s in scores))
     modes = list(dict.fromkeys(s["mode"] for s in scores))
-    for number, (mode, colour, mark) in enumerate(zip(modes, (INK, BLUE, ORANGE, GREEN, RED), "osD^v", strict=False)):
+    for number, (mode, colour, mark) in enumerate(zip(modes, (INK, BLUE, *SHADES, GREEN, RED, GREY), "osDDDD^vx", strict=False)):
         found = {s["what"]: s for s in scores if s["mode"] == mode}
-        at = [tasks.index(what) - 0.24 + 0.12 * number for what in found]
+        at = [tasks.index(what) + 0.09 * (number - (len(modes) - 1) / 2) for what in found]
         chosen = list(found.values())
         ax.errorbar(
             [100 * s["share"] for s in chosen], at, xerr=_errors(chosen), color=colour, marker=mark, markersize=4, linestyle="none",
@@ -207,8 +217,8 @@ def _by_task(ax: Any, figures: dict[str, Any]) -> bool:
     ax.set_xlim(-3, 104)
     ax.set_xlabel("right, %")
     ax.grid(axis="x", color="#eeeeee")
-    ax.set_title("Other tasks by mode")
-    ax.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
+    ax.set_title("Other tasks by mode, after a long lead")
+    ax.legend(loc="lower left", frameon=True, framealpha=0.9, edgecolor="none", fontsize=8)
     return True
 
 

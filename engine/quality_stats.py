@@ -1,8 +1,9 @@
 """How sure the shares of the quality bench are: intervals of single shares and of differences between two modes.
 
-Questions about one text are no independent trials: what a model gets wrong it gets wrong about a whole text. So the texts are what is drawn
-again in a bootstrap, with all their questions. No interval here is narrower than the one that independent trials would have, so that a
-handful of texts that agree does not look like certainty.
+Questions about one text are no independent trials: what a model gets wrong it gets wrong about a whole text. So where some texts have
+several questions, the spread between texts counts: a t interval with one degree of freedom less than there are texts, with the
+cluster-robust error of a ratio. Texts that are all right, or all wrong, show no spread; then each text counts as one trial of a Wilson
+interval, which is conservative, and so it is with a single text. No interval is narrower than that of independent trials.
 """
 
 from __future__ import annotations
@@ -10,14 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
-import numpy as np
-
-LEAST_TEXTS = 5  # fewer say nothing about how much texts differ
-RESAMPLES = 4000
-SEED = 20_261_129
+CONFIDENCE = 0.95
 Z = 1.959964  # 95 % of a normal distribution
 
 
@@ -33,11 +30,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Interval:
-    """95 % interval of a share. `method` is "bootstrap" (over texts) or "wilson" (as if all trials were independent)."""
+    """95 % interval of a share.
+
+    `method` is "wilson" (each trial has a text of its own), "t" (by the spread between texts) or "wilson by text" (one trial per text).
+    """
 
     low: float
     high: float
-    method: Literal["bootstrap", "wilson"]
+    method: Literal["wilson", "t", "wilson by text"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Difference:
         n, texts: questions that both were asked, and the texts they are about.
         gained, lost: questions that only this mode, and only the other one, gets right.
         p: of McNemar's exact test, which takes questions as independent.
-        method: of the interval: "bootstrap" over texts, or "wald" (Agresti and Min) as if all questions were independent.
+        method: of the interval: "wald" (Agresti and Min; each question has a text of its own), "t" (by the spread between texts) or
+            "wald by text" (one question per text, where no question differs, all differ alike, or there is one text).
     """
 
     value: float
@@ -60,10 +61,10 @@ class Difference:
     gained: int
     lost: int
     p: float
-    method: Literal["bootstrap", "wald"]
+    method: Literal["wald", "t", "wald by text"]
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
+def wilson(right: float, count: int) -> tuple[float, float]:
     """95 % interval of a share of `right` in `count` > 0 independent trials."""
     share, z2 = right / count, Z * Z
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
@@ -80,14 +81,16 @@ def by_text(trials: Sequence[Trial]) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def interval(trials: Sequence[Trial]) -> Interval:
-    """Of the share of right answers in one or more trials. A bootstrap over texts where some have several trials and there are enough."""
-    groups = by_text(trials)
-    low, high = wilson(sum(trial.right for trial in trials), len(trials))
-    if not LEAST_TEXTS <= len(groups) < len(trials):
+def interval(groups: Sequence[tuple[int, int]]) -> Interval:
+    """Of the share of right answers in one or more texts, each (trials, right ones)."""
+    n, right, texts = sum(count for count, _ in groups), sum(some for _, some in groups), len(groups)
+    low, high = wilson(right, n)
+    if texts == n:
         return Interval(low, high, "wilson")
-    least, most = _bootstrap(tuple(groups))
-    return Interval(min(low, least), max(high, most), "bootstrap")
+    if texts == 1 or right in (0, n):
+        return Interval(*wilson(right * texts / n, texts), "wilson by text")
+    least, most = spread(groups)
+    return Interval(max(0.0, min(low, least)), min(1.0, max(high, most)), "t")
 
 
 def difference(mine: Sequence[Trial], other: Sequence[Trial]) -> Difference | None:
@@ -98,20 +101,26 @@ def difference(mine: Sequence[Trial], other: Sequence[Trial]) -> Difference | No
         return None
     n = len(pairs)
     gained, lost = sum(change > 0 for _, change in pairs), sum(change < 0 for _, change in pairs)
-    # Agresti and Min 2005: half a question more in each of the four cells keeps the interval open where nothing differs.
-    middle = (gained - lost) / (n + 2)
-    half = Z * math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2)) / (n + 2)
-    low, high = max(-1.0, middle - half), min(1.0, middle + half)
     groups: dict[int, tuple[int, int]] = {}
     for text, change in pairs:
         count, total = groups.get(text, (0, 0))
         groups[text] = (count + 1, total + change)
-    method: Literal["bootstrap", "wald"] = "wald"
-    if LEAST_TEXTS <= len(groups) < n:
-        least, most = _bootstrap(tuple(groups.values()))
-        low, high, method = min(low, least), max(high, most), "bootstrap"
-    value = (gained - lost) / n
-    return Difference(value, min(low, value), max(high, value), n, len(groups), gained, lost, mcnemar(gained, lost), method)
+    texts, value = len(groups), (gained - lost) / n
+    low, high = _wald(gained, lost, n)
+    method: Literal["wald", "t", "wald by text"] = "wald"
+    if texts < n and (texts == 1 or gained == lost == 0 or n in (gained, lost)):
+        (low, high), method = _wald(gained * texts / n, lost * texts / n, texts), "wald by text"
+    elif texts < n:
+        least, most = spread(list(groups.values()))
+        low, high, method = max(-1.0, min(low, least)), min(1.0, max(high, most)), "t"
+    return Difference(value, min(low, value), max(high, value), n, texts, gained, lost, mcnemar(gained, lost), method)
+
+
+def _wald(gained: float, lost: float, n: int) -> tuple[float, float]:
+    """Agresti and Min 2005: half a question more in each of the four cells keeps the interval open where nothing differs."""
+    middle = (gained - lost) / (n + 2)
+    half = Z * math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (n + 2)) / (n + 2)
+    return max(-1.0, middle - half), min(1.0, middle + half)
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -121,10 +130,38 @@ def mcnemar(gained: int, lost: int) -> float:
     return min(1.0, 2 * tail)
 
 
-@lru_cache(4096)  # the figures are made again after every piece of work
-def _bootstrap(groups: tuple[tuple[int, int], ...]) -> tuple[float, float]:
-    """Percentiles of sum(second) / sum(first) when groups are drawn again. The same for the same groups."""
-    counts, totals = np.array(groups, dtype=np.float64).T
-    draws = np.random.default_rng(SEED).integers(len(groups), size=(RESAMPLES, len(groups)))
-    low, high = np.percentile(totals[draws].sum(1) / counts[draws].sum(1), (2.5, 97.5))
-    return float(low), float(high)
+def clustered(groups: Sequence[tuple[int, float]]) -> tuple[float, float | None]:
+    """Mean of values in groups, each (number of values, their sum), and its cluster-robust standard error; None with one group."""
+    n, total, count = sum(size for size, _ in groups), sum(some for _, some in groups), len(groups)
+    mean = total / n
+    if count == 1:
+        return mean, None
+    return mean, math.sqrt(count / (count - 1) * sum((some - mean * size) ** 2 for size, some in groups)) / n
+
+
+def spread(groups: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """95 % t interval of the mean of values in two or more groups, each (number of values, their sum)."""
+    mean, error = clustered(groups)
+    assert error is not None
+    half = student(len(groups) - 1) * error
+    return mean - half, mean + half
+
+
+@cache
+def student(freedom: int) -> float:
+    """The t within which 95 % of Student's distribution with `freedom` degrees of freedom lie."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """P(|t| < tan(angle) sqrt(freedom)), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    odd = freedom % 2
+    cosine, term, total = math.cos(angle), math.cos(angle) if odd else 1.0, 0.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= (k + 1) / (k + 2) * cosine * cosine
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total

@@ -15,6 +15,7 @@ from forebay.engine.batcher import Row
 from forebay.engine.llm import LLM
 from forebay.engine.output import OutputProcessor
 from forebay.engine.quality_ask import Asker, QualityError
+from forebay.engine.quality_stats import clustered, interval, spread
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence as Running
 from forebay.engine.types import Request, SamplingParams
@@ -109,18 +110,25 @@ def _output(llm: LLM) -> OutputProcessor:
 class Prediction:
     """How a mode predicts tokens, and how far its distributions are from a reference's.
 
+    Standard errors and intervals are by the spread between excerpts (quality_stats.py), whose tokens are no independent trials; None where
+    there is a single excerpt.
+
     Attributes:
         tokens: predicted. `nll`: mean negative log-probability, nats; `nll_se` its standard error.
-        kl: mean Kullback-Leibler divergence from the reference, nats; `kl_se` its standard error.
-        agree: positions at which both find the same token the most likely.
+        kl: mean Kullback-Leibler divergence from the reference, nats; `kl_se` its standard error, `kl_low` to `kl_high` its 95 % interval.
+        top1: share of the positions at which both find the same token the most likely; `top1_low` to `top1_high` its 95 % interval.
     """
 
     tokens: int
     nll: float
-    nll_se: float
+    nll_se: float | None
     kl: float
-    kl_se: float
-    agree: int
+    kl_se: float | None
+    kl_low: float | None
+    kl_high: float | None
+    top1: float
+    top1_low: float
+    top1_high: float
 
     @property
     def perplexity(self) -> float:
@@ -129,20 +137,22 @@ class Prediction:
 
 def compare(parts: Sequence[Excerpt], found: Sequence[Tensor], reference: Sequence[Tensor]) -> Prediction:
     """Judge log-probabilities by the text and by those of a reference, each [follows, vocab]."""
-    losses, divergences, agree = [], [], 0
+    losses: list[tuple[int, float]] = []
+    divergences: list[tuple[int, float]] = []
+    alike: list[tuple[int, int]] = []
     for part, mine, theirs in zip(parts, found, reference, strict=True):
         told = torch.tensor(part.ids[part.place :])
         counted = torch.tensor([token not in part.skip for token in told.tolist()])
-        losses.append(-mine.gather(1, told.unsqueeze(1)).squeeze(1)[counted])
-        divergences.append((theirs.double().exp() * (theirs.double() - mine.double())).sum(1)[counted])
-        agree += int((mine.argmax(1) == theirs.argmax(1))[counted].sum())
-    loss, divergence = torch.cat(losses).double(), torch.cat(divergences)
-    return Prediction(len(loss), *_mean(loss), *_mean(divergence), agree)
-
-
-def _mean(values: Tensor) -> tuple[float, float]:
-    """Mean and its standard error."""
-    return float(values.mean()), float(values.std() / math.sqrt(len(values))) if len(values) > 1 else 0.0
+        n = int(counted.sum())
+        losses.append((n, -float(mine.gather(1, told.unsqueeze(1)).squeeze(1)[counted].double().sum())))
+        divergences.append((n, float((theirs.double().exp() * (theirs.double() - mine.double())).sum(1)[counted].sum())))
+        alike.append((n, int((mine.argmax(1) == theirs.argmax(1))[counted].sum())))
+    tokens, agree, same = sum(n for n, _ in alike), sum(right for _, right in alike), interval(alike)
+    kl, kl_se = clustered(divergences)
+    low, high = (None, None) if kl_se is None else spread(divergences)
+    return Prediction(
+        tokens, *clustered(losses), kl, kl_se, None if low is None else max(0.0, low), high, agree / tokens, same.low, same.high
+    )  # fmt: skip
 
 
 def plain_loss(llm: LLM, ids: Sequence[int], skip: frozenset[int]) -> tuple[float, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from forebay.model.batch import HalfState, Numbers, host_rows
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.loading import Loader
+from forebay.model.memory import StoredMemory
 from forebay.model.ops.index_score import index_scores
 from forebay.model.ops.linear import bf16_linear, quantised_linear
 from forebay.model.ops.rope import Turn
@@ -152,7 +154,7 @@ class Indexer:
 
     def _keys(self, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
         """entries [n, m] of sequences [n] -> [n, m, dim] fp32."""
-        return state.memory.index_keys(self.source, self.ratio, sequence, entries, state)
+        return cast(StoredMemory, state.memory).index_keys(self.source, self.ratio, sequence, entries, state)
 
     def _widths(self, rows: Tensor | None, visible: Tensor, state: HalfState) -> list[int | None]:
         """How each row's ties are settled. The reference's score row spans the whole prompt, and for a generated token what is visible."""

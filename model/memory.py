@@ -54,11 +54,15 @@ class Memory(Protocol):
     def choose(self, indexer: Indexer, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
         """Which entries each row attends to: arguments and result of `Indexer.select`."""
 
-    def index_keys(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
-        """Index keys of entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, index dim] fp32."""
-
     def attend(self, q: Tensor, window: Window, plan: LayerPlan, sink: Tensor, scale: float, state: HalfState) -> Tensor:
         """Attention of q [n, heads, dim] bf16 over window and chosen entries -> [n, heads, dim] bf16."""
+
+
+class StoredMemory(Memory, Protocol):
+    """A memory whose index keys can be looked up, which is what `Indexer.select` needs."""
+
+    def index_keys(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
+        """Index keys of entries [n, m] (-1: zeros) of spans [n], as stored: [n, m, index dim] fp32."""
 
 
 class SourceMemory(Protocol):

@@ -197,13 +197,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     quality = kinds.add_parser(
         "quality",
         help="what the model gets right",
-        description="Ask held-out exercises of the demo's tasks under every approximation of the server: recall, arithmetic, tools, JSON, "
-        "prediction of prose, and how all this drifts with the number of replays. Long on a CPU; --quick takes minutes.",
+        description="Ask held-out exercises of the demo's tasks: recall, prediction of prose, and arithmetic, JSON and tools in several "
+        "modes (exact, bounded replays, bf16 KV, dense, …); the other tasks in the default mode only. Short exercises are asked after a "
+        "long lead. About an hour on a CPU core; --quick takes minutes.",
     )
     quality.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves (needs matplotlib: the extra `quality`)")
     quality.add_argument("--quick", action="store_true", help="shorter texts, fewer samples and modes")
     quality.add_argument("--only", metavar="PART,…", help="some of text, recall, drift, modes, tasks, effort (default: all)")
-    samples = "questions behind each share, half as many where they take long (default: 100, with --quick 16)"
+    samples = "questions behind each share in the default mode, fewer where they take long (default: 100, with --quick 16)"
     quality.add_argument("--samples", type=int, metavar="N", help=samples)
     quality.add_argument("--seed", type=int, default=1, metavar="N", help="of the exercises (default: %(default)s)")
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_model
 
         figures, fine = bench_model.measure(args, out, err)
-    if args.json:
+    if args.json and args.bench != "quality":  # which writes its file itself, after every piece of work
         try:
             args.json.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
         except OSError as error:

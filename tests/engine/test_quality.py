@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,16 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines import TINY, fresh, greedy, prompt, same, tiny
-from forebay.engine import quality, quality_items, quality_modes, quality_plot, quality_stats
+from forebay.engine import quality, quality_items, quality_modes, quality_plot, quality_results, quality_stats
 from forebay.engine.llm import LLM
-from forebay.engine.quality import Instrument, Plan, Score
+from forebay.engine.quality import Instrument, Plan
 from forebay.engine.quality_ask import Asker, QualityError, boundaries
-from forebay.engine.quality_items import Exercises, apart, demo_exercises, questions_by_text, recall_text
+from forebay.engine.quality_items import Exercises, apart, demo_exercises, questions_by_text, recall_text, unseen_recall
+from forebay.engine.quality_lead import lead
 from forebay.engine.quality_modes import BOUNDED, DENSE, EXACT, REPLAYED, SHUFFLED, WIDE, WINDOW_ONLY, Mode, running, wide_memory
-from forebay.engine.quality_stats import Trial, difference, interval, mcnemar, wilson
+from forebay.engine.quality_results import UNSEEN, Score
+from forebay.engine.quality_stats import Trial, by_text, clustered, difference, interval, mcnemar, student, wilson
 from forebay.engine.quality_text import Excerpt, compare, distributions, excerpts, plain_loss
+from forebay.engine.quality_unseen import unseen_text
 from forebay.engine.types import EngineError, Output, Request
 from forebay.model.demo.tasks import TASKS, Conversation, Options, check
+from forebay.model.demo.tasks.recall import LEADS
 from forebay.model.demo.tasks.render import Renderer
 from forebay.model.errors import ConfigError
 from forebay.model.memory import CacheMemory
@@ -53,14 +58,15 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def saying(llm: LLM, answers: dict[tuple[int, ...], list[int]]) -> Iterator[None]:
-    """Instead of the network somebody answers who knows what to say to these prompts."""
-    runner = llm.engine.runner
+    """Instead of the network somebody answers who knows what to say to these prompts, whatever conversations stand before them."""
+    runner, first = llm.engine.runner, llm.tokenizer.bos_id
 
     def run(rows: Any, record: Any = None) -> Any:
         wanted = [row.sequence for row in rows if row.wants_logits]
         logits = torch.zeros((len(wanted), llm.config.vocab_size))
         for place, sequence in enumerate(wanted):
-            answer = answers.get(tuple(sequence.request.prompt_ids), [0])
+            ids = list(sequence.request.prompt_ids)
+            answer = answers.get(tuple(ids[len(ids) - 1 - ids[::-1].index(first) :]), [0])
             logits[place, answer[min(sequence.generated, len(answer) - 1)]] = 9.0
         return logits, [None] * len(rows)
 
@@ -95,30 +101,58 @@ def trials(*texts: str) -> list[Trial]:
 
 
 def test_interval_is_that_of_texts_where_questions_share_them() -> None:
-    alone = trials(*"1111100000")
-    assert interval(alone) == quality_stats.Interval(*wilson(5, 10), "wilson")
-    few = trials("11111", "11111", "00000", "00000")
-    assert interval(few) == quality_stats.Interval(*wilson(10, 20), "wilson")
-    whole = interval(trials(*["1111111111"] * 5, *["0000000000"] * 5))  # as good as ten trials, not as a hundred
-    assert whole.method == "bootstrap" and whole.low <= 0.2 and whole.high >= 0.8
-    assert whole == interval(trials(*["1111111111"] * 5, *["0000000000"] * 5))
-    mixed = interval(trials(*["1010101010"] * 10))
-    assert (mixed.low, mixed.high) == wilson(50, 100) and mixed.method == "bootstrap"  # texts that agree do not make it narrower
-    right = interval(trials(*["1111"] * 6))
-    assert (right.low, right.high) == wilson(24, 24)
+    def found(*texts: str) -> quality_stats.Interval:
+        return interval(by_text(trials(*texts)))
+
+    assert found(*"1111100000") == quality_stats.Interval(*wilson(5, 10), "wilson")
+    mixed = found("1110", "1000", "1110", "1000", "1100")
+    assert mixed.method == "t"  # texts at 3/4, 1/4, 3/4, 1/4 and 1/2: a t interval of five numbers, wider than that of 20 questions
+    half = 2.776445 * math.sqrt(4 / 16 / 4 / 5)
+    assert (mixed.low, mixed.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+    uneven = found("10", *["11111111"] * 9)  # 73 of 74; a ratio's error
+    mean, error = clustered([(2, 1), *[(8, 8)] * 9])
+    assert mean == 73 / 74 and error == pytest.approx(math.sqrt(10 / 9 * ((1 - 2 * 73 / 74) ** 2 + 9 * (8 / 74) ** 2)) / 74)
+    assert uneven.high == 1.0 and uneven.low == pytest.approx(min(wilson(73, 74)[0], mean - 2.262157 * error))
+    alike = found(*["1010101010"] * 10)
+    assert (alike.low, alike.high) == wilson(50, 100) and alike.method == "t"  # texts that agree do not make it narrower
+    for sign, right in (("1111", 6), ("0000", 0)):
+        assert found(*[sign] * 6) == quality_stats.Interval(*wilson(right, 6), "wilson by text")
+    assert found("11111110") == quality_stats.Interval(*wilson(7 / 8, 1), "wilson by text")
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(1, 12.70620), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (49, 2.00958)])
+def test_t_is_students(freedom: int, value: float) -> None:
+    assert student(freedom) == pytest.approx(value, abs=1e-5)
+
+
+@pytest.mark.parametrize(("a", "b"), [(2, 2), (8, 2), (9, 1), (19, 1), (0.5, 0.5), (1.9, 0.1)])
+def test_interval_covers_the_share_of_all_texts(a: float, b: float) -> None:
+    """Ten texts with ten questions each, whose shares are beta distributed."""
+    rng = random.Random(11)
+    covered = 0
+    for _ in range(600):
+        shares = [rng.betavariate(a, b) for _ in range(10)]
+        found = interval([(10, sum(rng.random() < share for _ in range(10))) for share in shares])
+        covered += found.low <= a / (a + b) <= found.high
+    assert covered >= 0.9 * 600
 
 
 def test_difference_is_that_of_the_questions_both_were_asked() -> None:
     found = difference(trials("1111", "1100"), trials("1100", "1101", "1111"))
     assert found is not None
-    assert (found.n, found.texts, found.gained, found.lost, found.method) == (8, 2, 2, 1, "wald")
-    assert found.value == pytest.approx(1 / 8) and found.low < 0 < found.high and found.p == 1.0
+    assert (found.n, found.texts, found.gained, found.lost, found.method) == (8, 2, 2, 1, "t")
+    assert found.value == pytest.approx(1 / 8) and found.low == -1.0 and found.high == 1.0  # two texts say next to nothing
     assert difference(trials("1"), []) is None
     same = difference(trials(*"1" * 50), trials(*"1" * 50))
     assert same is not None and same.value == 0.0 and -0.06 < same.low < -0.02 and same.high == -same.low  # never a certain zero
+    assert same.method == "wald"
+    shared = difference(trials(*["11111"] * 10), trials(*["11111"] * 10))
+    assert shared is not None and shared.method == "wald by text" and shared.high == -shared.low == pytest.approx(1.959964 / 12)
     lost = difference(trials(*["000"] * 3, *["111"] * 7), trials(*["111"] * 10))
-    assert lost is not None and lost.method == "bootstrap"
-    assert lost.value == pytest.approx(-0.3) and lost.low < -0.55 and lost.high >= -0.1 and lost.p == pytest.approx(2 / 2**9)
+    assert lost is not None and lost.method == "t"
+    half = 2.262157 * math.sqrt(10 / 9 * 2.1) / 10
+    assert lost.value == pytest.approx(-0.3) and lost.low == pytest.approx(-0.3 - half) and lost.high == pytest.approx(-0.3 + half)
+    assert lost.p == pytest.approx(2 / 2**9)
 
 
 def test_mcnemar_is_exact() -> None:
@@ -173,6 +207,60 @@ def test_texts_have_their_length_and_stay_the_same(llm: LLM) -> None:
 )
 def test_questions_are_spread_over_enough_texts(length: int, count: int, asked: list[int]) -> None:
     assert questions_by_text(length, count, 5) == asked
+
+
+def test_unseen_text_is_held_out_prose_with_facts(llm: LLM) -> None:
+    codec = llm.engine.codec
+    assert codec is not None
+    group = unseen_recall(demo_exercises(), codec, 900, 1, seed=3)
+    assert group == unseen_recall(demo_exercises(), codec, 900, 1, seed=3) != unseen_recall(demo_exercises(), codec, 900, 2, seed=3)
+    assert len(group) == 4 and len({c.meta["expect"] for c in group}) == 4
+    text, _, _ = group[0].body["messages"][0]["content"].rpartition("\n\n")
+    told = [s for c in group for s in (f"The {c.meta['what']} is {c.meta['expect']}.",)]
+    for c, sentence in zip(group, told, strict=True):
+        shown, _, question = c.body["messages"][0]["content"].rpartition("\n\n")
+        assert shown == text and c.meta["what"] in question and sentence[1:] in text
+        assert text.index(sentence[1:]) / len(text) == pytest.approx(c.meta["depth"], abs=0.02)
+        assert check(c, c.answer) and not any(check(c, other.answer) for other in group if other is not c)
+    documents = ["First it began. Then it\u2019s on.\n\n>>> x = 1\n>>> y = 2\n\nAn end.", "Other words are here. They go on!"]
+    (one,) = unseen_text(random.Random(5), documents, 400, 1, 75)
+    asked = one.body["messages"][0]["content"].rpartition("\n\n")[0]
+    leads = "|".join(map(re.escape, sorted(LEADS, reverse=True)))
+    plain, planted = re.subn(rf"(?:{leads})[Tt]he [a-z ]+ of [^.]+ is \w+\.", "", asked)
+    assert planted == one.meta["facts"] > 1
+    words = [" ".join(documents).split(), " ".join(reversed(documents)).split()]
+    assert any(plain.split() == (order * 99)[: len(plain.split())] for order in words)  # all else is the prose in its order
+    assert "\n\n>>> x = 1" in plain and "\n>>> y = 2" in plain
+    lengths = [len(codec.encode(c.body).token_ids) for c in unseen_recall(demo_exercises(), codec, 2000, 0, seed=1)]
+    assert all(1900 < length < 2100 for length in lengths)
+
+
+def test_lead_is_whole_conversations_of_training(llm: LLM) -> None:
+    drawn: list[tuple[str, Options, Conversation]] = []
+
+    def draw(task: str, rng: random.Random, options: Options) -> Conversation:
+        drawn.append((task, options, TASKS[task](rng, options)))
+        return drawn[-1][2]
+
+    exercises = replace(demo_exercises(), draw=draw)
+    ids = lead(exercises, llm.tokenizer, 2000, "sort", seed=4)
+    assert not any(options.held_out for _, options, _ in drawn) and len({task for task, _, _ in drawn}) > 4
+    renderer = Renderer(llm.tokenizer)
+    rows = [renderer.render(c)[0] for _, _, c in drawn]
+    assert ids == [token for row in rows for token in row] and len(ids) - len(rows[-1]) < 2000 <= len(ids)
+    assert all(row[0] == llm.tokenizer.bos_id and row[-1] == llm.tokenizer.eos_id for row in rows)
+    assert ids == lead(demo_exercises(), llm.tokenizer, 2000, "sort", seed=4)
+    assert ids != lead(demo_exercises(), llm.tokenizer, 2000, "copy", seed=4)
+
+
+@pytest.mark.parametrize(
+    ("content", "parses"),
+    [('{"a": 1, "b": "x"}', True), ('{"b": 0, "a": [], "c": 1}', True), ('{"a": 1}', False), ('["a", "b"]', False),
+     ('{"a": 1, "b": ', False), ("", False), (None, False)],
+)  # fmt: skip
+def test_record_parses_with_the_keys_of_its_schema(content: str | None, parses: bool) -> None:
+    style = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "required": ["a", "b"]}}}
+    assert quality_items.record_parses(Conversation("json", {"response_format": style}, {}, {}), {"content": content}) == parses
 
 
 def test_prose_is_never_made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -280,6 +368,16 @@ def test_mode_ends_with_its_block(llm: LLM) -> None:
     llm.engine.settle()
 
 
+@pytest.mark.parametrize("other", [WIDE, SHUFFLED, BOUNDED], ids=lambda mode: mode.name)
+def test_mode_within_a_mode_is_refused(llm: LLM, other: Mode) -> None:
+    with running(llm, DENSE):
+        dense = llm.engine.runner.memory
+        with pytest.raises(EngineError, match="not twice"), running(llm, other):
+            pass
+        assert llm.engine.runner.memory is dense
+    assert type(llm.engine.runner.memory) is CacheMemory
+
+
 # Asking
 
 
@@ -319,6 +417,40 @@ def test_questions_that_share_a_text_get_the_answers_of_a_cold_prompt(llm: LLM, 
         assert alone is not None
         assert answer == alone[0]
         assert answer.lineage == 0
+
+
+@pytest.mark.parametrize("mode", [EXACT, BOUNDED, REPLAYED[1], REPLAYED[3], WIDE, DENSE, WINDOW_ONLY], ids=lambda mode: mode.name)
+@pytest.mark.usefixtures("short_answers")
+def test_short_questions_rest_on_the_replays_of_their_lead(llm: LLM, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, ids = conversations(1, 3), prompt(65 * 8 + 3)
+    with running(llm, mode):
+        asker = Asker(llm, mode)
+        seen: list[list[Request]] = []
+        run = llm.run
+        monkeypatch.setattr(llm, "run", lambda requests: seen.append(requests) or run(requests))
+        (found,) = asker.ask([group], lead=ids)
+        assert found is not None and [answer.lineage for answer in found] == [mode.boundaries] * 3
+        assert [answer.prompt_tokens for answer in found] == [len(ids) + len(asker.codec.encode(c.body).token_ids) for c in group]
+        assert [request.resume_at_most for request in seen[-1]] == [65 * 8] * 3  # the last boundary lies in the lead
+        assert all(len(request.prompt_ids) <= len(ids) for step in seen[:-1] for request in step)
+        (again,) = asker.ask([[group[1]]], lead=ids)
+        assert again == [found[1]]
+        if mode.boundaries > 1:
+            assert asker.ask([group], lead=ids[: mode.boundaries * 8]) == [None]
+
+
+@pytest.mark.usefixtures("short_answers")
+def test_many_questions_after_one_lead_are_asked_in_portions(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, ids = conversations(4, 9), prompt(300)
+    with running(llm, REPLAYED[1]):
+        asker = Asker(llm, REPLAYED[1])
+        whole = asker.ask([group], lead=ids)
+        sizes: list[int] = []
+        run = llm.run
+        monkeypatch.setattr("forebay.engine.quality_ask.POOL_SHARE", 0.04)
+        monkeypatch.setattr(llm, "run", lambda requests: sizes.append(len(requests)) or run(requests))
+        assert asker.ask([group], lead=ids) == whole
+    assert sizes[:4] == [1] * 4 and sum(sizes[4:]) == 9 and len(sizes) > 5
 
 
 def late(alike: int) -> list[Conversation]:
@@ -393,7 +525,8 @@ def test_what_exceeds_the_pool_is_asked_in_waves(llm: LLM, monkeypatch: pytest.M
 def plan(**more: Any) -> Plan:
     return replace(
         Plan.quick(6), **{"lengths": (300,), "compared": (300,), "single": (300,), "drift": 300, "boundaries": (1, 4), "excerpts": 2,
-        "prompt": 60, "follows": 10, "plain": 100, "task_modes": (BOUNDED, REPLAYED[0]), **more},
+        "prompt": 60, "follows": 10, "plain": 100, "unseen": 300, "lead": 17, "task_modes": (BOUNDED, REPLAYED[2]),
+        "effort_modes": (BOUNDED, REPLAYED[0]), **more},
     )  # fmt: skip
 
 
@@ -415,12 +548,20 @@ def known(llm: LLM, right: Callable[[int], bool]) -> tuple[Exercises, dict[tuple
             for number, single in enumerate(apart(c, options.questions)):
                 note(number, single)
         else:
-            counts[task, options.effort] = number = counts.get((task, options.effort), -1) + 1
-            note(number % 6, c)
+            seen = drawn.setdefault((task, options.effort), [])
+            if c not in seen:  # those of another mode are some of the same
+                seen.append(c)
+            note(seen.index(c), c)
         return c
 
-    counts: dict[Any, int] = {}
-    return replace(kept, draw=draw, prose=lambda: ["One two three. " * 30, "Four five six. " * 30]), answers
+    def unseen(rng: random.Random, length: int, count: int) -> list[Conversation]:
+        group = kept.unseen(rng, length, count)
+        for number, c in enumerate(group):
+            note(number, c)
+        return group
+
+    drawn: dict[Any, list[Conversation]] = {}
+    return replace(kept, draw=draw, unseen=unseen, prose=lambda: ["One two three. " * 30, "Four five six. " * 30]), answers
 
 
 def test_shares_are_those_of_known_answers(llm: LLM) -> None:
@@ -435,11 +576,18 @@ def test_shares_are_those_of_known_answers(llm: LLM) -> None:
     call, other = tasks["tools: name"], tasks["tools: answer"]
     assert call.n + other.n == 6 and call.right + other.right == 4
     assert tasks["tools: arguments"].right == tasks["tools: calls parse"].right == call.right
-    replayed = {score.what: score for score in results.of("tasks", mode=REPLAYED[0].name)}
-    assert list(replayed)[:5] == ["refer", "quote", "lookup", "arithmetic", "json"]
-    assert all(score.lineage in ((1, 1), None) for score in replayed.values())
-    assert (replayed["lookup"].n, replayed["lookup"].right, replayed["lookup"].too_short) == (3, 2, 0)
-    efforts = list(results.of("effort"))
+    assert (tasks["json: parses"].n, tasks["json: parses"].right) == (6, 4)
+    replayed = {score.what: score for score in results.of("tasks", mode=REPLAYED[2].name)}
+    assert list(replayed)[:4] == ["arithmetic", "json", "json: parses", "tools: answer"]
+    assert all(score.lineage in ((16, 16), None) for score in replayed.values())
+    assert (replayed["json"].n, replayed["json"].right, replayed["json"].too_short) == (3, 2, 0)
+    assert all(score.prompt_length > 17 * 8 for score in results.of("tasks") if score.n)
+    efforts, after = list(results.of("effort", mode=BOUNDED.name)), list(results.of("effort", mode=REPLAYED[0].name))
+    assert [score.effort for score in after] == list(quality.EFFORTS)
+    assert all((score.n, score.right, score.lineage) == (3, 2, (1, 1)) for score in after)
+    assert len({score.limit for score in (*efforts, *after)}) == 1
+    unseen = next(results.of("recall", what=UNSEEN))
+    assert (unseen.n, unseen.right, unseen.mode, unseen.length) == (6, 6, BOUNDED.name, 300) and results.against_default(unseen) is None
     assert [score.effort for score in efforts] == list(quality.EFFORTS)
     assert all((score.n, score.right) == (6, 4) for score in efforts)
     assert efforts[0].tokens < efforts[-1].tokens
@@ -448,17 +596,17 @@ def test_shares_are_those_of_known_answers(llm: LLM) -> None:
         for score in results.of(part):
             count = 6 if part != "modes" or score.mode == REPLAYED[0].name else 1 if score.mode == DENSE.name else 3
             assert (score.n, score.right) == (count, count), (part, score.mode)  # one question a text, the first
-            depths = [s for s in results.scores if s.part == part and s.mode == score.mode and s.depth is not None]
+            depths = [s for s in results.scores if (s.part, s.what, s.mode) == (part, score.what, score.mode) and s.depth is not None]
             assert sum(s.n for s in depths) == count
     assert {score.mode: score.lineage for score in results.of("drift")} == {
         "bounded decoder": (0, 0), "bounded encoder 1": (1, 1), "bounded encoder 4": (4, 4),
     }  # fmt: skip
     assert labels[0][1] == 0.0 and labels[-1][0] == "done" and labels[-1][1] == pytest.approx(labels[-1][2])
-    figures = json.loads(json.dumps(quality.figures(results)))
+    figures = json.loads(json.dumps(quality_results.figures(results)))
     copied = next(s for s in figures["scores"] if s["what"] == "copy" and s["mode"] == "bounded decoder")
     assert copied["share"] == pytest.approx(4 / 6) and (copied["low"], copied["high"]) == pytest.approx(wilson(4, 6))
     assert copied["texts"] == 6 and copied["method"] == "wilson" and "against_default" not in copied and "trials" not in copied
-    other = next(s for s in figures["scores"] if s["what"] == "lookup" and s["mode"] == REPLAYED[0].name)
+    other = next(s for s in figures["scores"] if s["what"] == "json" and s["mode"] == REPLAYED[2].name)
     assert {name: other["against_default"][name] for name in ("n", "texts", "value", "gained", "lost")} == {
         "n": 3, "texts": 3, "value": 0.0, "gained": 0, "lost": 0,
     }  # fmt: skip
@@ -473,16 +621,18 @@ def test_shares_are_those_of_known_answers(llm: LLM) -> None:
 def test_questions_about_one_text_are_counted_as_such(llm: LLM) -> None:
     exercises, answers = known(llm, lambda number: number == 0)  # of a text's four the first
     instrument = Instrument(llm, exercises, plan(samples=24, few=12, compared=(900,), lengths=(900, 9000), single=(), texts=3), seed=2)
-    assert [job.label for job in instrument.jobs(["recall"])] == [f"recall, bounded decoder, {n} tokens" for n in ("900", "3,456")]
+    assert [job.label for job in instrument.jobs(["recall"])] == [
+        *(f"recall, bounded decoder, {n} tokens" for n in ("900", "3,456")), "recall in unseen filler, bounded decoder, 300 tokens",
+    ]  # fmt: skip
     instrument.plan = replace(instrument.plan, lengths=(900,))
     with saying(llm, answers):
         results = instrument.measure(("recall", "modes"), lambda *report: None)
     whole, exact = next(results.of("recall")), next(results.of("modes", mode=EXACT.name))
     assert (whole.n, whole.right, whole.texts, whole.length) == (24, 6, 6, 900)
-    assert whole.interval.method == "bootstrap" and whole.figures()["by_text"] == [(4, 1)] * 6
-    assert (exact.n, exact.right, exact.texts, exact.interval.method) == (12, 3, 3, "wilson")
+    assert whole.interval.method == "t" and whole.figures()["by_text"] == [(4, 1)] * 6
+    assert (exact.n, exact.right, exact.texts, exact.interval.method) == (12, 3, 3, "t")
     against = results.against_default(exact)
-    assert against is not None and (against.n, against.texts, against.value, against.method) == (12, 3, 0.0, "wald")
+    assert against is not None and (against.n, against.texts, against.value, against.method) == (12, 3, 0.0, "wald by text")
     assert 700 < whole.prompt_length < 1100
     assert results.against_default(whole) is None
 
@@ -491,10 +641,10 @@ def test_what_was_measured_before_an_abort_is_kept(llm: LLM, monkeypatch: pytest
     exercises, answers = known(llm, lambda number: True)
     instrument = Instrument(llm, exercises, plan(), seed=2)
     kept: list[dict[str, Any]] = []
-    monkeypatch.setattr(instrument, "_effort", lambda effort, asker: (_ for _ in ()).throw(QualityError("no")))
+    monkeypatch.setattr(instrument, "_effort", lambda effort, count, asker: (_ for _ in ()).throw(QualityError("no")))
     with saying(llm, answers), pytest.raises(QualityError, match="no"):
-        instrument.measure(("recall", "effort"), lambda *report: None, lambda results: kept.append(quality.figures(results)))
-    assert len(kept) == 1 and kept[0]["scores"][0]["n"] == 6 and not kept[0]["complete"]
+        instrument.measure(("recall", "effort"), lambda *report: None, lambda results: kept.append(quality_results.figures(results)))
+    assert len(kept) == 2 and kept[0]["scores"][0]["n"] == 6 and not kept[0]["complete"]
     assert instrument.results.scores and not instrument.results.complete
 
 
@@ -502,19 +652,46 @@ def test_bars_are_judged() -> None:
     def score(part: str, right: int, **more: Any) -> Score:
         return Score(part, **{"what": "recall", "mode": BOUNDED.name, "n": 100, "right": right, **more})
 
-    results = quality.Results([
-        score("recall", 95, length=4096), score("recall", 89, length=16384), score("modes", 29, mode=WINDOW_ONLY.name, length=4096),
+    results = quality_results.Results([
+        score("recall", 2, length=4096, what=UNSEEN), score("recall", 95, length=4096), score("recall", 89, length=16384),
+        score("modes", 29, mode=WINDOW_ONLY.name, length=4096),
         score("modes", 30, mode=SHUFFLED.name, length=4096),
+        score("effort", 99, effort=10, tokens=9000, mode=EXACT.name), score("effort", 9, effort=100, tokens=9, mode=EXACT.name),
         score("effort", 40, effort=10, tokens=2000), score("effort", 90, effort=100, tokens=4000),
         score("tasks", 94, what="tools: name"),
     ])  # fmt: skip
-    reached = {bar.what: bar.reached for bar in quality.bars(results)}
+    reached = {bar.what: bar.reached for bar in quality_results.bars(results)}
     assert reached == {
         "recall at 4,096 tokens": True, "recall at 16,384 tokens": False, "recall, window only, 4,096 tokens": True,
         "recall, shuffled, 4,096 tokens": False,
         "arithmetic at effort 100": True, "arithmetic at effort 100 above effort 10, between intervals": True,
         "tokens at effort 10 / at 100": True, "tools: right name": False,
     }  # fmt: skip
+
+
+def test_default_is_what_serves() -> None:
+    """The bars are about FP4 entries, the selection of the indexer and a bounded prefill: nothing stands in for the served memory."""
+    assert BOUNDED.memory is None and BOUNDED.prefill == "bounded"
+    assert all(mode.memory is None and mode.prefill == "bounded" for mode in REPLAYED)
+    asked = {*Plan().lengths, *Plan().compared}
+    assert {4096, 16384} <= asked and {4096, 16384} <= set(Plan().compared)
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "sentence"),
+    [
+        ("text", {"prompt": 300, "excerpts": 60}, r"needs a block pool of 19,200 tokens \(cache\.kv_tokens\); this one has 16,384"),
+        ("text", {"prompt": 5000, "excerpts": 1}, r"the part text needs a context of 5,011 tokens; this one has 4,096"),
+        ("text", {"plain": 9000}, r"the part text needs a context of 4,097 tokens; this one has 4,096"),
+        ("text", {"prompt": 16_000}, r"the held-out text has \d+ tokens, 16010 are needed"),
+        ("tasks", {"lead": 500}, r"an exercise after its lead needs a context of 5,280 tokens; this one has 4,096"),
+        ("effort", {"lead": 500}, r"an exercise after its lead needs a context of 5,280 tokens; this one has 4,096"),
+    ],
+)
+def test_what_has_no_room_is_refused_when_it_is_planned(llm: LLM, part: str, more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(QualityError, match=sentence):
+        Instrument(llm, demo_exercises(), plan(**more)).jobs([part])
+    assert Instrument(llm, demo_exercises(), plan()).jobs([part])
 
 
 def test_unknown_part_is_named(llm: LLM) -> None:
@@ -552,7 +729,7 @@ def test_modes_are_compared_with_exact(llm: LLM) -> None:
     exact = found["exact"]
     assert exact is not None and found["bounded encoder 64"] is None  # 24 blocks are too few
     itself = compare(parts, exact, exact)
-    assert (itself.tokens, itself.kl, itself.kl_se, itself.agree) == (72, 0.0, 0.0, 72)
+    assert (itself.tokens, itself.kl, itself.kl_se, itself.top1) == (72, 0.0, 0.0, 1.0)
     assert itself.perplexity == pytest.approx(math.exp(itself.nll))
     loss = [-float(part[i, told]) for part, e in zip(exact, parts, strict=True) for i, told in enumerate(e.ids[200:])]
     assert itself.nll == pytest.approx(sum(loss) / 72)
@@ -569,6 +746,12 @@ def test_divergence_is_that_of_the_distributions() -> None:
     found = compare([Excerpt([0, 1], 1, frozenset())], [other], [exact])
     assert found.kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1))
     assert found.nll == pytest.approx(-math.log(0.1))
+    assert (found.kl_se, found.kl_low, found.kl_high, found.nll_se) == (None,) * 4  # one excerpt tells nothing of others
+    near = torch.tensor([[0.6, 0.4]]).log()
+    both = compare([Excerpt([0, 1], 1, frozenset())] * 2, [other, near], [exact, exact])
+    least = compare([Excerpt([0, 1], 1, frozenset())], [near], [exact]).kl
+    assert both.kl == pytest.approx((found.kl + least) / 2) and both.kl_se == pytest.approx((found.kl - least) / 2)
+    assert both.kl_low == 0.0 and both.kl_high == pytest.approx(both.kl + 12.7062 * (found.kl - least) / 2, rel=1e-4)
 
 
 def test_bits_per_byte_are_those_of_what_was_predicted(llm: LLM) -> None:
@@ -603,7 +786,7 @@ def test_picture_is_drawn_from_whatever_was_measured(tmp_path: Path) -> None:
     def score(part: str, what: str, mode: str, **more: Any) -> dict[str, Any]:
         return Score(part, what, mode, n=20, right=15, tokens=400, **more).figures()
 
-    row = {"tokens": 64, "kl": 0.1, "kl_se": 0.01, "perplexity": 9.0, "top1": 0.9, "top1_low": 0.8, "top1_high": 0.95}
+    row = {"tokens": 64, "kl": 0.1, "kl_low": None, "kl_high": None, "perplexity": 9.0, "top1": 0.9, "top1_low": 0.8, "top1_high": 0.95}
     whole = {
         "measured": "quality", "date": "2026-11-29",
         "text": [{"mode": mode, "boundaries": k, **row} for mode, k in (("exact", 0), ("bounded decoder", 0), ("bounded encoder 4", 4))],
@@ -611,6 +794,7 @@ def test_picture_is_drawn_from_whatever_was_measured(tmp_path: Path) -> None:
             score("recall", "recall", "bounded decoder", length=512), score("recall", "recall", "bounded decoder", length=512, depth=0),
             score("drift", "recall", "bounded encoder 4", length=512), score("modes", "recall", "shuffled", length=512),
             score("tasks", "copy", "bounded decoder"), score("effort", "arithmetic", "bounded decoder", effort=10),
+            score("recall", UNSEEN, "bounded decoder", length=512), score("effort", "arithmetic", "exact", effort=25),
         ],
     }  # fmt: skip
     for number, figures in enumerate((whole, {**whole, "text": [], "scores": []})):

@@ -265,3 +265,14 @@ def test_tokenizer_of_the_demo() -> None:
         assert len(t.encode(text)) <= most, text
     text = "The café is 45 £ – ok 中文 🐟\n\n\tx"
     assert t.decode(t.encode(text)) == text
+
+
+def test_held_out_tool_calls_are_never_trained() -> None:
+    """Every tool in them has arguments that the split can keep apart."""
+    tools = {name: tool for tool in POOL for name in tool.names}
+    seen = 0
+    for c in drawn("tools", 200, held_out=True):
+        for call in c.meta["calls"]:
+            seen += 1
+            assert reserved(json.dumps([tools[call["name"]].names[0], list(call["arguments"].values())])), call
+    assert seen > 100

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -356,6 +360,78 @@ def test_processes_make_the_same_rows(recipe: Path) -> None:
     finally:
         real.close()
     assert not any(process.is_alive() for process in real.processes)
+
+
+def test_more_processes_than_rows_are_not_started(recipe: Path) -> None:
+    """A process without rows would spin for ever."""
+    phase = plan.PHASES[1]  # one row a step
+    real = feed.Feed(3, phase, recipe / "corpus.bin", 0, 4)
+    try:
+        assert len(real.processes) == 1
+        assert len(real.take()) == 1
+    finally:
+        real.close()
+
+
+def test_processes_end_with_their_parent(recipe: Path) -> None:
+    """Killed with full queues, a run leaves no process behind."""
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom forebay.model.demo.train import feed, plan\n"
+        "if __name__ == '__main__':\n"
+        "    phase = plan.Phase('p', 100, 128, 4, 8, False, {'text': 1.0}, 0.1, 0.5, 0.3)\n"
+        "    rows = feed.Feed(3, phase, Path(sys.argv[1]), 0, 2)\n    rows.take()\n"
+        "    print(*(each.pid for each in rows.processes), flush=True)\n    time.sleep(60)\n"
+    )
+    (recipe / "program.py").write_text(program)
+    source = str(Path(feed.__file__).parents[4])
+    command = [sys.executable, str(recipe / "program.py"), str(recipe / "corpus.bin")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": source}) as parent:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while any(_runs(pid) for pid in children):
+        assert time.monotonic() < deadline, "processes outlived their parent"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_rows_of_a_dead_process_are_an_error_at_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "GLANCE_S", 0.1)
+    real = feed.Feed(3, plan.PHASES[0], recipe / "no-such.bin", 0, 1)
+    try:
+        with pytest.raises(RuntimeError, match="a process ended with 1"):
+            real.take()
+    finally:
+        real.close()
+
+
+def test_a_state_that_is_not_finite_is_never_saved(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.train(arguments(recipe, "run", seconds=0.0))
+    update = Trainer.update
+
+    def diverges(self: Trainer, scale: float) -> torch.Tensor:
+        norm = update(self, scale)
+        with torch.no_grad():
+            next(iter(self.masters.values.values())).fill_(torch.nan)
+        return norm
+
+    monkeypatch.setattr(Trainer, "update", diverges)
+    with pytest.raises(SystemExit, match="a weight is not finite at step 2"):
+        run.train(arguments(recipe, "run", seconds=0.0))
+    assert saved.load_masters(recipe / "run" / saved.NAME)[1] == 1
+
+
+def test_a_run_without_data_says_what_makes_it(recipe: Path) -> None:
+    with pytest.raises(SystemExit, match="make demo-data"):
+        run.train(arguments(recipe / "nowhere", "run"))
 
 
 def test_the_rate_rises_holds_and_falls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class Options:
         depth: place of the fact or sentence that is asked last in its text, 0 (start) to 1 (end); None draws it.
         effort: 1..100 or "none"; None draws it.
         held_out: draw from the items that training never sees: facts of recall, sentences to quote, values of tool arguments, sums, lists,
-            records. What can only be known by heart is shared.
+            records. Shared are what can only be known by heart, and questions of `refer` about earlier turns.
         questions: asked one after the other in one conversation, the earlier ones with their answers. Only recall, quote and lookup.
         at_once: facts, sentences or entries that each of these questions asks for; None draws it for each, as training does.
         earlier_reasoning: with thinking, keep the reasoning of earlier turns in the prompt (drop_thinking false).

@@ -6,12 +6,14 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from forebay.model.demo.tasks import words as w
 from forebay.model.demo.tasks.chat import any_turn
 from forebay.model.demo.tasks.conversation import (
+    TRIES,
     Conversation,
     Effort,
     Message,
@@ -21,6 +23,7 @@ from forebay.model.demo.tasks.conversation import (
     draw,
     draw_effort,
     reasoning,
+    reserved,
     system_messages,
 )
 
@@ -244,10 +247,21 @@ def _offer(rng: random.Random, tool: Tool) -> tuple[dict[str, Any], list[str]]:
     return {"type": "function", "function": {"name": rng.choice(tool.names), "description": tool.description, "parameters": schema}}, names
 
 
+@cache
+def _testable() -> tuple[Tool, ...]:
+    """Tools with arguments that are held out; where there are few, none may be."""
+    rng = random.Random(0)
+    return tuple(tool for tool in POOL if any(reserved(_drawn(rng, tool, *_offer(rng, tool)).key()) for _ in range(TRIES)))
+
+
+def _drawn(rng: random.Random, tool: Tool, definition: dict[str, Any], names: list[str]) -> Need:
+    values = [parameter.value(rng) for parameter in tool.parameters]
+    return Need(tool, definition["function"]["name"], dict(zip(names, values, strict=True)))
+
+
 def _need(rng: random.Random, options: Options, tool: Tool, definition: dict[str, Any], names: list[str]) -> Need:
     def make(rng: random.Random) -> tuple[str, Need]:
-        values = [parameter.value(rng) for parameter in tool.parameters]
-        need = Need(tool, definition["function"]["name"], dict(zip(names, values, strict=True)))
+        need = _drawn(rng, tool, definition, names)
         return need.key(), need
 
     return draw(rng, options, make)
@@ -257,7 +271,7 @@ def tools(rng: random.Random, options: Options) -> Conversation:
     """A question with one to five tools. Stage `call` wants the call, `result` what its result means, `none` a plain answer."""
     effort = draw_effort(rng, options)
     stage = rng.choice(STAGES)
-    chosen = rng.sample(POOL, rng.choice((1, 1, 2, 2, 3, 3, 4, 5)))
+    chosen = rng.sample(_testable() if options.held_out else POOL, rng.choice((1, 1, 2, 2, 3, 3, 4, 5)))
     offered = [_offer(rng, tool) for tool in chosen]
     messages = system_messages(rng)
     if rng.random() < 0.15:

@@ -79,9 +79,6 @@ class TrainMemory:
     def keep_group(self, layer: int, slots: Tensor, places: Tensor, values: Tensor) -> None:
         pass
 
-    def index_keys(self, source: int, ratio: int, sequence: Tensor, entries: Tensor, state: HalfState) -> Tensor:
-        raise NotImplementedError("training scores whole sequences")
-
     def choose(self, indexer: Indexer, x: Tensor, latent: Tensor, turn: Turn, state: HalfState) -> Tensor:
         """Rows of the stored entries each row attends to: [n, topk or less] int32 into all sequences' entries, -1 unused, in no order."""
         q, weights = indexer.queries(x.detach(), latent.detach(), turn)
@@ -151,7 +148,8 @@ class TrainMemory:
     def index_loss(self) -> Tensor:
         """Divergence of the index scores from the attention mass, mean over rows and lists; rows weigh by emphasis and mass.
 
-        The list of the candidate source is joined with those of the layers that choose among its candidates.
+        The list of the candidate source is joined with those of the layers that choose among its candidates. An entry of both stands there
+        twice with a part of the mass each, so its score is asked to be lower than its whole mass would have it, by log 2 at most.
         """
         losses = []
         for chosen in self.chosen.values():

@@ -20,7 +20,7 @@ PAD = 2
 
 
 def batches(rng: random.Random) -> Iterator[tuple[str, list[Packed]]]:
-    """(name, rows of one length): every task at effort 75 and 100, arithmetic at 10 and 100, long recall."""
+    """(name, rows of one length): every task at effort 75, but arithmetic at 10 and 100; long recall."""
     renderer = Renderer(Tokenizer.load(TOKENIZER))
     for task in TASKS:
         for effort in (10, 100) if task == "arithmetic" else (75,):

@@ -69,10 +69,8 @@ def is_matrix(name: str) -> bool:
 
 def optimizers(named: dict[str, nn.Parameter], lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon and Adam over all parameters but the routers' biases, which are balanced by counting."""
-    tables, biases = ("embed.weight", "head.weight"), ("gate.bias", "gate.bias_vl")
     matrices = [p for name, p in named.items() if is_matrix(name)]
-    wide = [p for name, p in named.items() if name.endswith(tables)]
-    rest = [p for name, p in named.items() if not is_matrix(name) and not name.endswith(tables + biases)]
-    groups = [{"params": wide, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
+    rest = [p for name, p in named.items() if not is_matrix(name) and not name.endswith(("gate.bias", "gate.bias_vl"))]
     fused = bool(matrices) and matrices[0].is_cuda
-    return [Muon(matrices, lr, weight_decay), torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-10, fused=fused)]
+    adam = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
+    return [Muon(matrices, lr, weight_decay), adam]

@@ -20,7 +20,7 @@ class Phase:
     Attributes:
         steps: how many.
         length: tokens of each row. rows: rows of a step.
-        topk: entries each row may attend to; the configuration's from the sparse phases on.
+        topk: entries each row may attend to; the configuration's from the bounded phase on.
         bounded: the decoder half runs only for the last window before an answer and the answer, as in serving (bounded decoder replay).
         mix: shares of the tasks.
         prompt_weight, text_weight: loss weights of the tokens of prompts, and of documentation text.

@@ -1,9 +1,10 @@
-"""`make demo-train`: trains the demo in resumable pieces on one GPU (or, slowly, on a CPU).
+"""`make demo-train`: trains the demo in resumable pieces on one GPU.
 
     python -m forebay.model.demo.train.run --data DIR --out DIR [--seconds N]
 
 A piece ends when its time is over, on SIGTERM, or when the recipe is done; the next call with the same `--out` goes on where it ended, with
-the same rows as if it had never ended. What it needs for that lies in `--out`, written anew every few minutes; `log.jsonl` has the figures.
+the same rows as if it had never ended. What it needs for that lies in `--out`, written anew every few minutes while all of it is finite;
+`log.jsonl` has the figures.
 """
 
 from __future__ import annotations
@@ -71,13 +72,18 @@ def build(device: torch.device) -> Trainer:
 
 def train(args: argparse.Namespace) -> int:
     """One piece; -> steps done in all."""
+    if not (args.data / "corpus.bin").is_file():
+        raise SystemExit(f"{args.data} has no corpus.bin: `make demo-data` makes it")
     args.out.mkdir(parents=True, exist_ok=True)
     trainer = build(torch.device(args.device))
     step = saved.restore(trainer, args.out)
     if args.begin:
         if step:
             raise SystemExit(f"{args.out} has a run of {step} steps: --begin is for a new one")
-        trainer.masters.take(Checkpoint.open(args.begin))
+        begin = Checkpoint.open(args.begin)
+        if begin.config != trainer.config:
+            raise SystemExit(f"{args.begin} is another network than model/demo/config.py describes")
+        trainer.masters.take(begin)
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     with (args.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -99,7 +105,7 @@ def train(args: argparse.Namespace) -> int:
             for feed in feeds:
                 feed.close()
             signal.signal(signal.SIGTERM, before)
-        saved.save(trainer, args.out, log.step)
+        _save(trainer, args.out, log)
         log.write(done=log.step >= sum(phase.steps for phase in plan.PHASES), **evaluate(trainer, trainer.config.index_topk))
     return log.step
 
@@ -115,7 +121,7 @@ def _phases(trainer: Trainer, args: argparse.Namespace, log: Log, feeds: list[Fe
                 feeds.append(Feed(plan.SEED, phases[number + 1][0], corpus, 0, args.workers))
             _step(trainer, phase, feeds[number], log)
             if log.step % SAVE_EVERY == 0:
-                saved.save(trainer, args.out, log.step)
+                _save(trainer, args.out, log)
             if log.step % EVALUATE_EVERY == 0:
                 log.write(phase=phase.name, **evaluate(trainer, phase.topk))
             if ended or log.seconds > args.seconds:
@@ -133,8 +139,15 @@ def _step(trainer: Trainer, phase: plan.Phase, feed: Feed, log: Log) -> None:
     if log.step % LOG_EVERY == 0:  # reading a figure waits for the device
         figures = {"loss": round(float(loss), 4), "index": round(float(index_loss), 4), "norm": round(float(norm), 3), "trained": trained}
         log.write(phase=phase.name, waited=round(waited, 3), **figures)
-        if not math.isfinite(figures["loss"]):
-            raise SystemExit(f"the loss is {figures['loss']} at step {log.step}; the state saved last is from before")
+        if not (math.isfinite(figures["loss"]) and math.isfinite(figures["norm"])):
+            raise SystemExit(f"loss {figures['loss']}, gradient {figures['norm']} at step {log.step}; the state saved last is from before")
+
+
+def _save(trainer: Trainer, out: Path, log: Log) -> None:
+    """Save the state, unless a weight is no longer finite: then what was saved before must live."""
+    if not all(bool(value.isfinite().all()) for value in trainer.masters.values.values()):
+        raise SystemExit(f"a weight is not finite at step {log.step}; the state saved last is from before")
+    saved.save(trainer, out, log.step)
 
 
 def evaluate(trainer: Trainer, topk: int) -> dict[str, Any]:
@@ -148,10 +161,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run: state and log; read to go on")
     parser.add_argument("--begin", type=Path, help="checkpoint folder whose weights a new run begins with, instead of random ones")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the piece after about this long")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cpu is for tests of this program: a step of the recipe takes hundreds of GB")
     cores = os.cpu_count() or 2
     parser.add_argument("--workers", type=int, default=max(1, cores - 2), help="processes that make data; changes nothing else")
-    train(parser.parse_args())
+    args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise SystemExit("training needs a CUDA device, and torch sees none here")
+    train(args)
 
 
 if __name__ == "__main__":

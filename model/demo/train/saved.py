@@ -17,7 +17,7 @@ NAME, NEXT, LAST = "saved", "saving", "before"  # folders in a run's folder
 
 
 def save(trainer: Trainer, run: Path, step: int) -> None:
-    """Write the state after `step` steps. Killed at any moment, `load` finds this one or the one before."""
+    """Write the state after `step` steps. Killed at any moment, `latest` finds this one or the one before."""
     folder = run / NEXT
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -25,8 +25,8 @@ def save(trainer: Trainer, run: Path, step: int) -> None:
     save_file(values, folder / "masters.safetensors")
     torch.save([optimizer.state_dict() for optimizer in trainer.optimizers], folder / "optimizers.pt")
     (folder / "progress.json").write_text(json.dumps({"step": step}) + "\n", "utf-8")
-    shutil.rmtree(run / LAST, ignore_errors=True)
     if (run / NAME).exists():
+        shutil.rmtree(run / LAST, ignore_errors=True)
         os.replace(run / NAME, run / LAST)
     os.replace(folder, run / NAME)
     shutil.rmtree(run / LAST, ignore_errors=True)

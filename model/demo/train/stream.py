@@ -19,7 +19,7 @@ from forebay.model.demo.tasks.render import Renderer
 
 TEXT = "text"  # the part of a mix that is no task: pieces of the corpus
 
-# Shares of tokens, for rows of about 512, 2048, and 4096 or more tokens.
+# Shares of tokens, for rows of about 512, of 2048 to 4096, and of more tokens.
 SHORT_ROWS = {
     TEXT: 0.10, "chat": 0.09, "refer": 0.06, "recall": 0.16, "quote": 0.14, "lookup": 0.16, "copy": 0.05, "sort": 0.05, "reverse": 0.02,
     "arithmetic": 0.09, "json": 0.04, "tools": 0.04,

@@ -1,4 +1,4 @@
-"""How `checkpoint/tokenizer.json` was made: `python -m forebay.model.demo.train.tokenizer DATA_DIR [OUTPUT]`.
+"""How `checkpoint/tokenizer.json` was made: `python -m forebay.model.demo.train.tokenizer DATA_DIR OUTPUT`.
 
 A byte-level BPE of 4,096 entries with the pre-tokeniser of the released model, except that every digit is a token of its own, and with
 the special tokens of its encoding (spec/chat-encoding.md §2-3). It is trained on the kinds of text that the network is trained on: rendered
@@ -96,7 +96,8 @@ def sample(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    output = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent.parent / "checkpoint" / "tokenizer.json"
+    if len(sys.argv) != 3:
+        raise SystemExit("what is needed: the folder of demo-data, and the file to write")
     trained = train(sample(Path(sys.argv[1])))
     assert trained.get_vocab_size() == VOCAB_SIZE
-    trained.save(str(output), pretty=False)
+    trained.save(sys.argv[2], pretty=False)
