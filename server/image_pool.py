@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.engine.types import UnavailableError
-from forebay.model.errors import RequestError
+from forebay.model.errors import ForebayError, RequestError
 from forebay.server.image_header import unreadable
 from forebay.server.limits import ImageOptions
 
@@ -62,7 +62,10 @@ class DecodePool:
         self.failures = 0
 
     async def decode(self, data: bytes, max_side: int) -> Decoded:
-        """Raises RequestError: image_parse_error, image_too_large; also for an image that its process did not survive."""
+        """Raises RequestError: image_parse_error, image_too_large; also for an image that its process did not survive.
+
+        ForebayError, told as a fault of the server, if the program cannot start.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, max_side)
 
     def close(self) -> None:
@@ -77,7 +80,6 @@ class DecodePool:
             return program.run(data, max_side)
         except _GoneError:
             self.failures += 1
-            program.end()
             limit = f"{self._options.decode_timeout_s:g} s and {self._options.decode_memory // (1 << 20)} MiB"
             raise unreadable(f"its decoder failed, or would have needed more than {limit}") from None
         finally:
@@ -85,7 +87,11 @@ class DecodePool:
 
 
 class _GoneError(Exception):
-    """The process of an image ended, or was ended, without a whole answer."""
+    """The process of an image ended, or was ended, without a whole answer. `said`: what came on standard error."""
+
+    def __init__(self, said: bytes = b"") -> None:
+        super().__init__()
+        self.said = said
 
 
 class _Program:
@@ -106,28 +112,37 @@ class _Program:
         timer.start()
         try:
             return self._ask(process, data, max_side, time.monotonic() + limit + 2)
-        except (OSError, ValueError) as error:  # ValueError: a pipe that was closed meanwhile
+        except (_GoneError, OSError) as error:
+            said = error.said if isinstance(error, _GoneError) else b""
+            text = said + _last_words(process)
+            self.end()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            if len(text) > 1:  # an exit status is one byte
+                reason = text.decode("utf-8", "replace").strip()[-1000:]
+                raise ForebayError(f"the image decoder does not run: {reason}") from None  # no fault of the image
             raise _GoneError from error
         finally:
             timer.cancel()
 
     def end(self, *, for_good: bool = False) -> None:
-        """Kill the program and the process of its image; `for_good` it is not started again."""
+        """Kill the program and the process of its image; `for_good` it is not started again. May be called from any thread.
+
+        Its pipes stay open: another thread may be reading from them, and their numbers must not become somebody else's meanwhile.
+        """
         with self._lock:
             process, self._process = self._process, None
             self._over |= for_good
-        if process is None:
+        if process is None or process.returncode is not None:  # once it is reaped, its number may be somebody else's
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.end()
-        arguments = [sys.executable, "-I", str(PROGRAM), str(self._options.decode_memory), str(self._options.decode_timeout_s)]
+        arguments = [sys.executable, "-E", "-P", str(PROGRAM), str(self._options.decode_memory), str(self._options.decode_timeout_s)]
         environment = {name: os.environ[name] for name in PASSED if name in os.environ}
         with self._lock:
             if self._over:
@@ -169,9 +184,7 @@ class _Program:
                 elif ends in ready:
                     status = os.read(ends, 1 << 16)
                     if status != b"\0":
-                        if len(status) > 1:  # not an exit status: the program itself could not start
-                            _log.error("the image decoder failed: %s", status.decode("utf-8", "replace").strip()[-1000:])
-                        raise _GoneError
+                        raise _GoneError(status)
                     ended = True
         if len(answer) != wanted:
             raise _GoneError
@@ -196,6 +209,15 @@ class _Program:
         if status == TOO_LARGE:
             raise RequestError(f"The image is too large: {reason}.", code="image_too_large")
         raise unreadable(reason)
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> bytes:
+    """What is left on standard error of a program that has ended, or is about to."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    if process.returncode is None or process.stderr is None:
+        return b""
+    return process.stderr.read()
 
 
 _warned = threading.Event()

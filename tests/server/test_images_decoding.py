@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from forebay.model.errors import RequestError
+from forebay.model.errors import ForebayError, RequestError
 from forebay.server.image_pool import PROGRAM, DecodePool
 from forebay.server.images import FoundImage, ImageDesk, Picture, PictureCache
 from forebay.server.limits import ImageOptions, ServerOptions
@@ -201,6 +201,21 @@ worker.main(1 << 31, 5.0)
     if not filtered:
         pytest.skip("this system cannot filter system calls")
     assert found == dict.fromkeys(found, 1) and len(found) == 9  # EPERM
+
+
+def test_a_decoder_that_cannot_start_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "worker.py"
+    broken.write_text("import nothing_of_this_name")
+    monkeypatch.setattr("forebay.server.image_pool.PROGRAM", broken)
+
+    async def run() -> None:
+        async with pool(workers=1) as made:
+            for data in (PNG, bytes(1 << 20)):  # the second does not fit into a pipe
+                with pytest.raises(ForebayError, match="nothing_of_this_name") as caught:
+                    await made.decode(data, 8192)
+                assert caught.value.status == 500
+
+    asyncio.run(run())
 
 
 def test_a_decoder_has_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
