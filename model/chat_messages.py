@@ -21,6 +21,7 @@ from forebay.model.errors import RequestError
 
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 PICTURES = "pictures are not served yet; send text only"
+MAX_ESCAPES = 1_000_000  # in a data URL: each becomes an object while it is undone
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,9 @@ def _file_text(part: Mapping[str, Any], param: str) -> str:
     if found is None or not (found[1] or "text/plain").startswith("text/"):
         message = PICTURES if found and found[1].startswith("image/") else "only text files are supported, as data:text/…;base64 URLs"
         raise bad(message, f"{param}.file_data", "unsupported_value")
+    if url.count("%") > MAX_ESCAPES:
+        text = f"{param}.file_data has more than {MAX_ESCAPES:,} percent escapes; send it as base64"
+        raise bad(text, f"{param}.file_data")
     try:
         data = unquote_to_bytes(url[found.end():])
         return (base64.b64decode(data) if found[2].endswith(";base64") else data).decode("utf-8")

@@ -43,6 +43,9 @@ def result(call_id: str, content: Any = "r") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
+ESCAPES = "%41" * 1_000_001
+
+
 def file(url: str) -> dict[str, Any]:
     return {"type": "file", "file": {"file_data": url}}
 
@@ -386,6 +389,7 @@ def test_odd_messages(codec: ChatCodec) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [file("data:image/png,x")]}]}, "messages.0.content.0.file.file_data"),
+        ({"messages": [{"role": "user", "content": [file(f"data:text/plain,{ESCAPES}")]}]}, "messages.0.content.0.file.file_data"),
         ({"messages": [{"role": "user", "content": [file("data:text/plain;base64,/w==")]}]}, "messages.0.content.0.file.file_data"),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages.0.content.0.file"),
         ({"messages": [{"role": "user", "content": "a\ud83d"}]}, "messages.0.content"),
