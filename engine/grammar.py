@@ -1,6 +1,7 @@
 """Grammars that hold an answer to a form: JSON, a regular expression, one of some texts, calls of tools.
 
-`GrammarCompiler` turns a `GrammarSpec`, which is plain data, into a `Grammar`; every choice walks a copy of it (engine/constraint.py).
+`GrammarCompiler` (engine/grammar_compiler.py) turns a `GrammarSpec`, which is plain data, into a `Grammar`; every choice walks a copy of
+it (engine/constraint.py).
 The matching of bytes is done by the library llguidance over the vocabulary of the tokenizer. Control tokens are never text to it: only
 the marker of tool calls is a terminal of some grammars.
 """
@@ -10,30 +11,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance
 
-from forebay.engine import grammar_check
-from forebay.engine.grammar_check import GrammarChecker, TimeLimitError
 from forebay.model.errors import RequestError
-from forebay.model.tokenizer import Tokenizer
 
-COMPILE_S = 2.0  # longest time a grammar may take to be built
 MAX_BYTES = 512 << 10  # of a schema as JSON, or of a regular expression
 MAX_DEPTH = 64  # nesting of a schema
 MAX_CHOICES = 10_000
-MAX_CACHED = 256
+MAX_LARK = 1 << 20  # characters of the rules that are made of all that
 SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"  # where JSON allows space: one, or a line break and an indent; not enough to fill an answer with
-MARKER = "<[MARKER]>"  # stands for the id of the marker of tool calls, which a grammar over another vocabulary has elsewhere
-
-_KEYWORD = re.compile(r'"([^"]+)"')
-
+# Stands for the id of the marker of tool calls, which a grammar over another vocabulary has elsewhere. A character of private use, since no
+# text of a client has it once it is in a rule: literals and JSON are written in ASCII, patterns have it escaped.
+MARKER = "\uf8ff"
 
 @dataclass(frozen=True)
 class GrammarSpec:
@@ -44,11 +37,19 @@ class GrammarSpec:
         begins: `content`: it covers the answer from its first token after the reasoning. `marker`: text is free until a marker opens a
             call, and what follows that marker is covered.
         param: the request's field it came from, for errors.
+        probes: (terminal, param) of those that may match nothing at all: inside a grammar that would be a way without an end.
     """
 
     lark: str
     begins: Literal["content", "marker"] = "content"
     param: str = "grammar"
+    probes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def key(self) -> bytes:
+        """Two specs with one key are the same."""
+        text = f"{self.begins}\0{self.param}\0{self.probes}\0{self.lark}"
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
     def text(self, marker: int | None) -> str:
         """In the library's JSON form, for a vocabulary whose marker has this id."""
@@ -67,128 +68,9 @@ class Grammar:
         return self.start.deep_copy()
 
 
-class GrammarCompiler:
-    """Builds grammars for one tokenizer and keeps the latest. Every method may be called from several threads at once."""
-
-    def __init__(self, tokenizer: Tokenizer, *, seconds: float = COMPILE_S, checkers: int = 2) -> None:
-        """`seconds` bounds one build; `checkers` is how many grammars are tried at once, each in a process."""
-        self.tokenizer, self.seconds = tokenizer, seconds
-        self._lock = threading.Lock()
-        self._vocabulary: llguidance.LLTokenizer | None = None
-        self._checkers = [GrammarChecker() for _ in range(checkers)]
-        self._free = threading.Semaphore(checkers)
-        self._idle = list(self._checkers)
-        self._kept: OrderedDict[bytes, Grammar | RequestError] = OrderedDict()
-        self._specs: OrderedDict[bytes, GrammarSpec] = OrderedDict()
-
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Build a grammar, or take it from those kept.
-
-        Raises:
-            RequestError: it is wrong, contradicts itself, is not supported, or takes too long; `code` is invalid_json_schema.
-        """
-        key = hashlib.blake2b(f"{spec.begins}\0{spec.param}\0{spec.lark}".encode(), digest_size=32).digest()
-        with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-        if kept is None:
-            try:
-                kept = self._build(spec)
-            except RequestError as error:
-                kept = error  # a client that repeats it is not worth two seconds every time
-            with self._lock:
-                self._kept[key] = kept
-                while len(self._kept) > MAX_CACHED:
-                    self._kept.popitem(last=False)
-        if isinstance(kept, RequestError):
-            raise RequestError(kept.message, param=kept.param, code=kept.code)
-        return kept
-
-    def remembered(self, key: bytes, make: Callable[[], GrammarSpec]) -> GrammarSpec:
-        """What `make` gives, made once for one key while it is among the latest: a description that is long takes a while to write."""
-        with self._lock:
-            spec = self._specs.get(key)
-        if spec is None:
-            spec = make()
-        with self._lock:
-            self._specs[key] = spec
-            self._specs.move_to_end(key)
-            while len(self._specs) > MAX_CACHED:
-                self._specs.popitem(last=False)
-        return spec
-
-    def _build(self, spec: GrammarSpec) -> Grammar:
-        with self._free:
-            with self._lock:
-                checker = self._idle.pop()
-            try:
-                error, warnings = checker.check(spec.text(grammar_check.MARKER), self.seconds)
-            except TimeLimitError:
-                raise refused(f"takes more than {self.seconds:g} s or too much memory to prepare; make it simpler", spec.param) from None
-            finally:
-                with self._lock:
-                    self._idle.append(checker)
-        if not error:
-            matcher = grammar_check.build(self.vocabulary(), spec.text(self.tokenizer.dsml_id))
-            error = matcher.get_error()
-        if error:
-            raise refused(_reason(error), spec.param)
-        return Grammar(spec, tuple(warnings), matcher)
-
-    def vocabulary(self) -> llguidance.LLTokenizer:
-        """The tokenizer's vocabulary as the library has it; built at the first call, in about 4 µs per token."""
-        with self._lock:
-            if self._vocabulary is None:
-                wrapped = llguidance.TokenizerWrapper(_Vocabulary(self.tokenizer))
-                self._vocabulary = llguidance.LLTokenizer(wrapped, eos_token=self.tokenizer.eos_id)
-            return self._vocabulary
-
-    def close(self) -> None:
-        """End the processes that try grammars."""
-        for checker in self._checkers:
-            checker.close()
-
-
-class _Vocabulary:
-    """A tokenizer in the shape that the library reads. Its added tokens are control tokens, whatever the file says of them."""
-
-    is_tokenizer_wrapper = True
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._encode = tokenizer.encode
-        self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(tokenizer.added_ids)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
-
-
 def refused(reason: str, param: str) -> RequestError:
     """The error of a grammar that cannot be used."""
     return RequestError(f"{param} {reason}", param=param, code="invalid_json_schema")
-
-
-def _reason(error: str) -> str:
-    """The library's finding as the end of a sentence, without the excerpt of the grammar that it adds."""
-    error = re.split(r"\n\s*\d+ \|", error.replace("<non-verbose/>", ""))[0].strip()
-    error = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: |\(in regex\): ", "", error)
-    error = " ".join(re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: |\(in regex\): ", "", error).split())[:300]
-    if "NoExtension" in error:
-        return "allows no answer at all: it contradicts itself or refers only to itself ($ref)"
-    if error.startswith("Unimplemented keys:"):
-        return f"uses keywords that cannot be enforced: {', '.join(_KEYWORD.findall(error))}"
-    if "coerce_one_of" in error:
-        return "uses oneOf with branches that are not told apart; use anyOf"
-    if error.startswith("Unknown format:"):
-        return f"uses a format that cannot be enforced: {error.partition(':')[2].strip()}"
-    if any(word in error for word in ("too big", "too large", "too many", "fuel")):
-        return f"is too large: {error}"
-    if error.startswith("Unsatisfiable schema:"):
-        return f"allows no answer at all: {error.partition(':')[2].strip()}"
-    if error.startswith(("Pointer", "Resource")):
-        return f"has a $ref that leads nowhere: {error}"
-    return f"cannot be enforced: {error}"
 
 
 # ---- what a grammar is made of
@@ -209,7 +91,10 @@ def check_schema(schema: Any, param: str) -> None:
             inner += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         level = inner
     try:
-        size = len(json.dumps(schema).encode())
+        size = len(json.dumps(schema, allow_nan=False))
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise refused(_HALF, param) from None
     except (TypeError, ValueError) as error:
         raise RequestError(f"{param} is not JSON: {error}"[:200], param=param, code="invalid_type") from None
     if size > MAX_BYTES:
@@ -221,7 +106,7 @@ def json_rule(schema: Any, *, strict: bool) -> str:
     settings = {"whitespace_pattern": SPACE, "lenient": not strict}
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    return f"%json {json.dumps({**schema, 'x-guidance': settings}, ensure_ascii=True)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
 
 
 def json_spec(schema: Any, param: str, *, strict: bool = True) -> GrammarSpec:
@@ -241,6 +126,7 @@ def regex_spec(pattern: str, param: str) -> GrammarSpec:
         raise RequestError(f"{param} must be a regular expression, a string that is not empty", param=param, code="invalid_type")
     if len(pattern.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise refused(f"is longer than {MAX_BYTES} bytes", param)
+    _refuse_halves(pattern, param)
     return GrammarSpec(f"start: TEXT\nTEXT: {pattern_terminal(pattern, param, whole=True)}", param=param)
 
 
@@ -252,12 +138,24 @@ def choice_spec(texts: Sequence[str], param: str) -> GrammarSpec:
         raise refused(f"has {len(texts)} entries, the limit is {MAX_CHOICES}", param)
     if sum(map(len, texts)) > MAX_BYTES:
         raise refused(f"is longer than {MAX_BYTES} characters", param)
+    for text in texts:
+        _refuse_halves(text, param)
     return GrammarSpec(f"start: TEXT\nTEXT: {' | '.join(literal(text) for text in dict.fromkeys(texts))}", param=param)
 
 
+_HALF = "has half of a surrogate pair, which is no character"
+
+
+def _refuse_halves(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused(_HALF, param) from None
+
+
 def literal(text: str) -> str:
-    """A terminal for exactly this text."""
-    return json.dumps(text, ensure_ascii=False)
+    """A terminal for exactly this text, in visible ASCII, so that nothing in it can be taken for a part of the rule."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def pattern_terminal(pattern: str, param: str, *, whole: bool) -> str:
@@ -276,6 +174,7 @@ def _branch(text: str, param: str, whole: bool) -> str:
     if _marks(inner, "^$"):
         raise refused("uses an anchor (^ or $) that is not at the beginning or end of a pattern", param)
     escaped: str = llguidance.regex_to_lark(inner, "dw")  # between slashes, with the classes of JSON Schema
+    escaped = escaped.replace(MARKER, f"\\u{{{ord(MARKER):x}}}")
     return f"{'' if whole or head else '(?s:.*)'}({escaped}){'' if whole or tail else '(?s:.*)'}"
 
 

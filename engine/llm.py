@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forebay.engine.batcher import Row
-from forebay.engine.grammar import GrammarCompiler
+from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.launch import build_engine
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor

@@ -6,19 +6,19 @@ each in the order of the schema and of its type. Of others the names that are de
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forebay.engine.grammar import MARKER, GrammarSpec, check_schema, json_rule, literal, pattern_terminal, refused
+from forebay.engine.grammar import MARKER, MAX_LARK, GrammarSpec, check_schema, json_rule, literal, refused
+from forebay.engine.tool_values import ValueReader, Values, resolve
 
 Begins = Literal["content", "marker", "block"]
 
-MAX_REFS = 32  # references followed one after another
+MAX_NAME = 256  # characters of a property that can be written: the parser of calls gives up on longer tags
 
-_WRITABLE = re.compile(r'[^"<>\x00-\x1f\x7f]+')  # names that can stand in a tag
+_WRITABLE = re.compile(r'[^"<>\x00-\x1f\x7f\ud800-\udfff]+')  # names that can stand in a tag
 _CHARACTER = r'[^"<>\x00-\x1f\x7f]'
 _OPEN, _CLOSE = f'"<" {MARKER}', f'"</" {MARKER}'
 _RULES = {"text": r"TEXT: /(?s:.*)<\//", "json": f"json: {json_rule({}, strict=False)}"}
@@ -49,9 +49,9 @@ def calls_spec(
         single: exactly one call.
         otherwise: what the answer may be instead of calls; only with `content`.
 
-    Raises RequestError: a strict tool's schema cannot be enforced.
+    Raises RequestError: a strict tool's schema cannot be enforced, or one is too large or complex.
     """
-    rules = _Rules()
+    rules = _Rules(param)
     names = [f"{literal(tool.name)} {literal(chr(34) + '>' + chr(10))} {rules.body(i, tool)}" for i, tool in enumerate(tools)]
     lines = [
         f'call: {_OPEN} " invoke name=\\"" ( {" | ".join(names)} ) {_CLOSE} " invoke>\\n"',
@@ -59,36 +59,45 @@ def calls_spec(
     ]
     head = {"content": f'"\\n\\n<" {MARKER} " calls>\\n" block', "block": "block", "marker": '" calls>\\n" block'}[begins]
     if otherwise is not None:
-        first, *more = otherwise.lark.splitlines()
+        first, *more = otherwise.lark.split("\n", 1)  # a pattern may hold other characters that end lines
         lines += [first.replace("start:", "other:", 1), *(line.replace("TEXT:", "OTHERTEXT:", 1) for line in more)]
         if more:
             lines[-len(more) - 1] = "other: OTHERTEXT"
         head += " | other"
     lark = "\n".join([f"start: {head}", *lines, *rules.lines])
-    return GrammarSpec(lark, "marker" if begins == "marker" else "content", param)
+    return GrammarSpec(lark, "marker" if begins == "marker" else "content", param, tuple(rules.probes))
 
 
 class _Rules:
     """Rules of the arguments, written as they are needed; those of text and of any JSON are shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, param: str) -> None:
         self.lines: list[str] = []
+        self.probes: list[tuple[str, str]] = []
+        self._param = param
+        self._size = 0
         self._shared: set[str] = set()
 
     def body(self, number: int, tool: ToolForm) -> str:
         """Name of the rule for what stands between the tags of a call."""
         name = f"body{number}"
+        check_schema(tool.parameters, tool.param)
         if tool.strict:
-            check_schema(tool.parameters, tool.param)
             self._in_order(name, tool)
         else:
             self._any_order(name, tool)
         return name
 
+    def _add(self, line: str) -> None:
+        self._size += len(line)
+        if self._size > MAX_LARK:
+            raise refused(f"make a grammar of more than {MAX_LARK} characters", self._param)
+        self.lines.append(line)
+
     def _shared_rule(self, kind: str) -> str:
         if kind not in self._shared:
             self._shared.add(kind)
-            self.lines.append(_RULES[kind])
+            self._add(_RULES[kind])
         return "TEXT" if kind == "text" else "json"
 
     def _argument(self, name: str, values: Iterable[tuple[bool, str]]) -> str:
@@ -101,11 +110,13 @@ class _Rules:
 
     def _any_order(self, name: str, tool: ToolForm) -> None:
         declared = tool.parameters.get("properties")
-        known = {k: v for k, v in declared.items() if _WRITABLE.fullmatch(k)} if isinstance(declared, Mapping) else {}
+        known = {k: v for k, v in declared.items() if _writable(k)} if isinstance(declared, Mapping) else {}
+        reader = ValueReader(tool.parameters, strict=False)
         kinds: dict[tuple[bool, bool], list[str]] = {}
         for key, schema in known.items():
-            texts, other = kinds_of(schema, tool.parameters)
-            kinds.setdefault((bool(texts), other), []).append(key)
+            values = reader.read(schema, f"{tool.param}.properties.{key}")
+            kinds.setdefault((bool(values.texts), bool(values.others)), []).append(key)
+        kinds.pop((False, False), None)  # what has no value cannot be given
         options = [
             self._argument(f"( {' | '.join(map(literal, keys))} )", self._generic(text, other)) for (text, other), keys in kinds.items()
         ]
@@ -114,9 +125,9 @@ class _Rules:
             rest = f"/{_CHARACTER}{{1,64}}/"
             if known:
                 rest += f" & ~( {' | '.join(map(literal, known))} )"
-            self.lines.append(f"OTHER{name.upper()}: {rest}")
+            self._add(f"OTHER{name.upper()}: {rest}")
             options.append(self._argument(f"OTHER{name.upper()}", self._generic(True, True)))
-        self.lines.append(f'{name}: "\\n" | ( {" | ".join(options)} )+')
+        self._add(f'{name}: "\\n" | ( {" | ".join(options)} )+' if options else f'{name}: "\\n"')
 
     def _generic(self, text: bool, other: bool) -> list[tuple[bool, str]]:
         return [(True, self._shared_rule("text"))] * text + [(False, self._shared_rule("json"))] * other
@@ -130,128 +141,82 @@ class _Rules:
                  "$id", "$comment", "examples", "default", "x-guidance"}  # fmt: skip
         if unknown := sorted(set(root) - known):
             raise refused(f"uses keywords that cannot be enforced on the arguments of a strict tool: {', '.join(unknown)}", param)
+        if (extra := root.get("additionalProperties")) and extra is not True:
+            raise refused("needs additionalProperties as false: no others than its properties can be written", param)
         if missing := [key for key in required if key not in properties]:
             raise refused(f"requires {missing[0]!r}, which is not among its properties", param)
         # at least one of the parameters from number i on, and any of them from number i on
         some: list[str] = []
         parts = list(properties.items())
+        needs = frozenset(required)
+        reader = ValueReader(root, strict=True)
         for i, (key, schema) in enumerate(parts):
-            if not _WRITABLE.fullmatch(key):
+            if len(key) > MAX_NAME:
+                raise refused(f"has a property whose name is longer than {MAX_NAME} characters: {key[:40]!r}", param)
+            if not _writable(key):
                 raise refused(f"has a property whose name cannot be written in a call: {key[:40]!r}", param)
-            values = self._values(f"{name}_{i}", key, schema, tool)
-            self.lines.append(f"{name}_{i}: {self._argument(literal(key), values)}")
+            where = f"{param}.properties.{key}"
+            values = self._values(f"{name}_{i}", where, schema, reader.read(schema, where), root)
+            self._add(f"{name}_{i}: {self._argument(literal(key), values)}")
             some.append(f"{name}_{i}")
         any_from, some_from = "", '"\\n"'  # an empty call has an empty line
         for i in reversed(range(len(parts))):
-            this, needed = some[i], parts[i][0] in required
+            this, needed = some[i], parts[i][0] in needs
             last = i == len(parts) - 1
-            self.lines.append(f"{name}_any{i}: {this if needed else this + '?'} {any_from}".rstrip())
+            self._add(f"{name}_any{i}: {this if needed else this + '?'} {any_from}".rstrip())
             skip = "" if needed else f" | {some_from}"
-            self.lines.append(f"{name}_some{i}: {this} {any_from}{skip}" if not last else f"{name}_some{i}: {this}{skip}")
+            self._add(f"{name}_some{i}: {this} {any_from}{skip}" if not last else f"{name}_some{i}: {this}{skip}")
             any_from, some_from = f"{name}_any{i}", f"{name}_some{i}"
-        self.lines.append(f"{name}: {some_from}")
+        self._add(f"{name}: {some_from}")
 
-    def _values(self, name: str, key: str, schema: Any, tool: ToolForm) -> list[tuple[bool, str]]:
+    def _values(self, name: str, where: str, schema: Any, values: Values, root: Mapping[str, Any]) -> list[tuple[bool, str]]:
         """Forms of a value of a strict tool: raw text where its schema allows strings, JSON where it allows anything else."""
-        texts, other = kinds_of(schema, tool.parameters)
-        where = f"{tool.param}.properties.{key}"
-        values: list[tuple[bool, str]] = []
-        if texts:
-            terminals = [text_terminal(text, where) for text in texts]
+        forms: list[tuple[bool, str]] = []
+        if values.texts:
+            terminals = [text.terminal(where) for text in values.texts]
             if None in terminals:
-                values.append((True, self._shared_rule("text")))
+                forms.append((True, self._shared_rule("text")))
             else:
-                self.lines.append(f'TEXT{name.upper()}: ( {" | ".join(str(t) for t in terminals)} ) "</"')
-                values.append((True, f"TEXT{name.upper()}"))
-        if other:
+                self._add(f'TEXT{name.upper()}: ( {" | ".join(str(t) for t in terminals)} ) "</"')
+                forms.append((True, f"TEXT{name.upper()}"))
+                self.probes += [(str(t), where) for t, text in zip(terminals, values.texts, strict=True) if text.doubtful]
+        if values.others:
             if schema in ({}, True):
-                values.append((False, self._shared_rule("json")))
+                forms.append((False, self._shared_rule("json")))
             else:
-                local = {k: tool.parameters[k] for k in ("$defs", "definitions") if k in tool.parameters}
-                _check_references(schema, where)
-                self.lines.append(f"{name}_json: {json_rule({**local, **schema}, strict=True)}")
-                values.append((False, f"{name}_json"))
-        if not values:
+                self._add(f"{name}_json: {json_rule({**schema, **_definitions(schema, root, where)}, strict=True)}")
+                forms.append((False, f"{name}_json"))
+        if not forms:
             raise refused("allows no value at all", where)
-        return values
+        return forms
 
 
-def text_terminal(schema: Mapping[str, Any], param: str) -> str | None:
-    """A terminal for raw text that a schema of strings allows, None for any text. Formats are remarks, as in JSON Schema itself."""
-    if "enum" in schema or "const" in schema:
-        texts = [t for t in (schema["enum"] if "enum" in schema else [schema["const"]]) if isinstance(t, str)]
-        return " | ".join(literal(text) for text in dict.fromkeys(texts))
-    terms = []
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if least is not None or most is not None:
-        for bound in (least, most):
-            if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < 2**20):
-                raise refused("needs minLength and maxLength from 0 to 1048575", param)
-        terms.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
-    if (pattern := schema.get("pattern")) is not None:
-        if not isinstance(pattern, str):
-            raise refused("needs pattern as a string", param)
-        terms.append(pattern_terminal(pattern, param, whole=False))
-    return f"( {' & '.join(terms)} )" if terms else None
+def _writable(name: str) -> bool:
+    """Whether a property of this name can stand in a tag."""
+    return len(name) <= MAX_NAME and _WRITABLE.fullmatch(name) is not None
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], bool]:
-    """(schemas of the strings that it allows, whether it allows anything but strings)."""
-    texts: list[Mapping[str, Any]] = []
-    other = False
-    waiting: list[tuple[Any, int]] = [(schema, 0)]
-    while waiting and len(texts) < 256:
-        node, followed = waiting.pop()
-        if not isinstance(node, Mapping):
-            if node is not False:
-                texts.append({})
-                other = True
-            continue
-        if isinstance(node.get("$ref"), str):
-            if followed < MAX_REFS:  # one that leads back to itself allows nothing
-                target = _resolve(node["$ref"], root)
-                waiting.append((target if target is not None else True, followed + 1))
-            continue
-        if isinstance(node.get("allOf"), list) and all(isinstance(part, Mapping) for part in node["allOf"]):
-            merged: dict[str, Any] = {}
-            for part in (*node["allOf"], {k: v for k, v in node.items() if k != "allOf"}):
-                merged |= part
-            if followed < MAX_REFS:
-                waiting.append((merged, followed + 1))
-            continue
-        branches = node.get("anyOf", node.get("oneOf"))
-        if isinstance(branches, list) and "type" not in node:
-            waiting += [(branch, followed) for branch in branches]
-            continue
-        values = node["enum"] if isinstance(node.get("enum"), list) else [node["const"]] if "const" in node else None
-        if values is not None:
-            if any(isinstance(value, str) for value in values):
-                texts.append(node)
-            other = other or any(not isinstance(value, str) for value in values)
-            continue
-        kind = node.get("type")
-        kinds = {kind} if isinstance(kind, str) else {k for k in kind if isinstance(k, str)} if isinstance(kind, list) else None
-        if kinds is None or "string" in kinds:
-            texts.append(node)
-        other = other or kinds is None or bool(kinds - {"string"})
-    return texts, other
-
-
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference into the schema itself points to, None if nothing."""
-    if not reference.startswith("#"):
-        return None
-    node: Any = root
-    for part in reference[1:].split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        node = node.get(part) if isinstance(node, Mapping) else None
-        if node is None:
-            return None
-    return node
-
-
-def _check_references(schema: Any, param: str) -> None:
-    """An argument's schema stands alone in the grammar, with the definitions: other references would point elsewhere."""
-    for found in re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema)):
-        if not found.startswith(("#/$defs/", "#/definitions/")):
-            raise refused(f"has a $ref that is not to $defs or definitions: {found[:80]}", param)
+def _definitions(schema: Any, root: Mapping[str, Any], param: str) -> dict[str, dict[str, Any]]:
+    """What of the tool's definitions an argument's schema needs to stand alone. Other references would point elsewhere then."""
+    kept: dict[str, dict[str, Any]] = {}
+    waiting: list[Any] = [schema]
+    seen: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting += node
+        elif isinstance(node, Mapping):
+            waiting += node.values()
+            reference = node.get("$ref")
+            if not isinstance(reference, str) or reference in seen:
+                continue
+            seen.add(reference)
+            place, _, rest = reference.removeprefix("#/").partition("/")
+            key = rest.split("/", 1)[0].replace("~1", "/").replace("~0", "~")
+            if place not in ("$defs", "definitions") or not reference.startswith("#/") or not key:
+                raise refused(f"has a $ref that is not to $defs or definitions: {reference[:80]}", param)
+            target = resolve(f"#/{place}/{rest.split('/', 1)[0]}", root)
+            if target is not None and key not in kept.get(place, {}):
+                kept.setdefault(place, {})[key] = target
+                waiting.append(target)
+    return kept

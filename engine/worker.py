@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from forebay.cache.manager import CacheManager, Policy
@@ -82,6 +83,7 @@ class Engine:
         self.sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
         self.reservoir = reservoir
         self.masks = MaskWorker()
+        self._late: dict[str, tuple[Sequence, Tensor]] = {}  # those whose mask was not ready, with the logits that wait for it
         self.scheduler = Scheduler(
             manager,
             Batcher(options.encoder_tokens, options.decoder_tokens),
@@ -158,7 +160,8 @@ class Engine:
             grammar = None  # nothing may end the answer, so nothing can be complete
         if grammar is None and (budget is None or not reasons):
             return None
-        return Constraint(self.tokenizer, grammar, reasoning=reasons, budget=budget)
+        calls = request.prompt is None or request.prompt.parse.tools
+        return Constraint(self.tokenizer, grammar, reasoning=reasons, budget=budget, calls=calls)
 
     def _policy(self, request: Request, mode: PrefillMode) -> Policy:
         """What the request accepts from the cache: its own wishes before the engine's, and nothing approximate for an exact prefill."""
@@ -257,7 +260,7 @@ class Engine:
             if self.reservoir is not None:
                 self.reservoir.repair()
             rows = self._schedule(events)
-            if rows:
+            if rows or self._late:
                 self._run(rows, events)
         except Exception as error:
             self._fail(rows, error, events)
@@ -354,8 +357,8 @@ class Engine:
         return rows
 
     def _run(self, rows: list[Row], events: list[OutputEvent]) -> None:
-        """Run the rows and sample where a token is due."""
-        logits, scored = self.runner.run(rows)
+        """Run the rows and sample where a token is due, or was in an earlier step whose masks were not ready."""
+        logits, scored = self.runner.run(rows) if rows else (torch.empty((0, self.vocab_size)), [])
         broken: set[str] = set()
         for row, hidden in zip(rows, scored, strict=True):
             sequence = row.sequence
@@ -366,8 +369,9 @@ class Engine:
                 self.reservoir.keep_window(sequence, row.stop)
             if hidden is not None and not self._score_prompt(row, hidden):
                 broken.add(sequence.id)
-        due, places = self._due(rows, broken)
-        found = self._sample(logits if len(places) == logits.shape[0] else logits[places], due)
+        reached, places = self._due(rows, broken)
+        due, logits = self._settle(reached, logits if len(places) == logits.shape[0] else logits[places])
+        found = self._sample(logits, due)
         now = time.monotonic()
         gaps = []
         for sequence, choice in zip(due, found, strict=True):
@@ -392,7 +396,7 @@ class Engine:
         # While this step is reported and the next one computed.
         self.masks.start([s.sampling.constraint for s in due if s.sampling.constraint is not None and s.id in self._sequences])
         self.metrics.inter_token(gaps)
-        for sequence in dict.fromkeys([row.sequence for row in rows] + due):
+        for sequence in dict.fromkeys([*(row.sequence for row in rows), *reached, *due]):
             if sequence.id in broken:
                 failure = self._ungrammatical(sequence) or EngineError(
                     "the model produced numbers that are not finite for this request", code="nonfinite_logits"
@@ -418,9 +422,36 @@ class Engine:
                 self.metrics.request_started(time.monotonic() - follower.request.arrived)
         return due, places
 
+    def _settle(self, due: list[Sequence], logits: Tensor) -> tuple[list[Sequence], Tensor]:
+        """Who gets a token now, with logits: those that are due unless their masks are late, and those of earlier steps whose masks came.
+
+        logits: [due, vocab] fp32.
+        """
+        for sequence in due:
+            self._late.pop(sequence.id, None)  # computed again after a preemption
+        back = [(s, row) for s, row in self._late.values() if self._may_go_on(s)]
+        held = [s.sampling.constraint for s in due if s.sampling.constraint is not None]
+        late = self.masks.finish(held, [s.sampling.constraint for s, _ in back if s.sampling.constraint is not None])
+        if not late and not back:
+            return due, logits
+        ready = [i for i, s in enumerate(due) if id(s.sampling.constraint) not in late]
+        came = [(s, row) for s, row in back if id(s.sampling.constraint) not in late]
+        for i, sequence in enumerate(due):
+            if id(sequence.sampling.constraint) in late:
+                self._late[sequence.id] = (sequence, logits[i].clone())
+        for sequence, _ in came:
+            del self._late[sequence.id]
+        rows = [logits[ready]] if ready or not came else []
+        return [*(due[i] for i in ready), *(s for s, _ in came)], torch.cat([*rows, *(row[None] for _, row in came)])
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Whether a late one is where a token can be added: it has its place with all its tokens computed, or is to get a first one."""
+        if sequence in self.scheduler.running:
+            return sequence.remaining == 0
+        return sequence not in self.scheduler.waiting
+
     def _sample(self, logits: Tensor, due: list[Sequence]) -> list[tuple[int, TokenLogprob | None] | None]:
         """Token and log-probability of every sequence, None where its logits are not finite or its grammar failed: it fails alone."""
-        self.masks.finish([s.sampling.constraint for s in due if s.sampling.constraint is not None])
         good = [i for i, s in enumerate(due) if self._ungrammatical(s) is None]
         try:
             result = self.sampler.sample(logits if len(good) == len(due) else logits[good], [due[i].sampling for i in good])
@@ -432,12 +463,13 @@ class Engine:
             found[i] = (token, logprob)
         return found
 
-    def _ungrammatical(self, sequence: Sequence) -> EngineError | None:
-        """Why the form that its answer is held to cannot be followed further, None if it can."""
-        constraint = sequence.sampling.constraint
+    def _ungrammatical(self, sequence: Sequence) -> RequestError | None:
+        """Why the form that its answer is held to cannot be followed further, None if it can. It is the form that is to blame."""
+        constraint, grammar = sequence.sampling.constraint, sequence.request.grammar
         if constraint is None or not constraint.error:
             return None
-        return EngineError(f"the form that was asked for cannot be followed: {constraint.error}", code="grammar_failed")
+        param = grammar.spec.param if grammar is not None else "thinking_token_budget"
+        return RequestError(f"{param} asks for a form that cannot be followed: {constraint.error}", param=param, code="grammar_failed")
 
     def _accept(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> OutputEvent:
         """Append one sampled token; ends the sequence when it is due."""
@@ -488,6 +520,7 @@ class Engine:
         if not keep:
             self.manager.release(sequence.cache, keep=False)
         self._unlink(sequence)
+        self._late.pop(sequence.id, None)
         self.scheduler.remove(sequence)
         self._sequences.pop(sequence.id, None)
         sequence.times.finished = time.monotonic()
@@ -530,9 +563,9 @@ class Engine:
         kind = error.kind if isinstance(error, ForebayError) else "step_failed"
         self.metrics.error(kind)
         failure = error if isinstance(error, ForebayError) else EngineError("the engine failed while it computed this request", code=kind)
-        for row in rows:
-            if self._sequences.get(row.sequence.id) is row.sequence:
-                events.append(self._end(row.sequence, "error", self._flush(row.sequence, "error"), error=failure, keep=False))
+        for sequence in [*(row.sequence for row in rows), *(s for s, _ in self._late.values())]:
+            if self._sequences.get(sequence.id) is sequence:
+                events.append(self._end(sequence, "error", self._flush(sequence, "error"), error=failure, keep=False))
 
     def fail_all(self, failure: ForebayError) -> None:
         """Take no more requests and end every one, running, waiting or just submitted, with an error. Only while nothing steps."""

@@ -16,12 +16,12 @@ import deepseek_recipe as recipe
 from forebay.model.chat_parse import Channel, Delta, OutputParser, ParseOptions
 from forebay.model.chat_request import DEFAULT_EFFORT, AnswerForm, ChatRequest, ToolSchema, parse_chat_request, parse_response_format
 from forebay.model.errors import ForebayError, RequestError
-from forebay.model.token_cache import TokenCache, TooManyTokensError
+from forebay.model.token_cache import LongRunError, TokenCache, TooManyTokensError
 from forebay.model.tokenizer import ASSISTANT, IMAGE, THINK_END, THINK_START, Tokenizer
 
 __all__ = [
     "ENCODING_VERSION", "AnswerForm", "Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions", "ToolSchema",
-    "parse_response_format",
+    "context_overflow", "parse_response_format", "undivided",
 ]  # fmt: skip
 
 ENCODING_VERSION = f"chat1-recipe{version('deepseek-recipe')}"  # of the prompt encoding; the first number counts our own changes to it
@@ -36,7 +36,7 @@ class EncodedPrompt:
 
     Attributes:
         token_ids: the prompt, beginning with the begin-of-sentence id.
-        text: the same as text; look-alikes of control tokens cannot be told from control tokens here.
+        text: the same as text, in which look-alikes of control tokens cannot be told from control tokens; "" once nothing reads it.
         thinking: whether the answer begins with reasoning. `effort` is then 1..100, otherwise None.
         initial_channel: where the first sampled token goes.
         parse: how to read the answer.
@@ -90,6 +90,8 @@ class ChatCodec:
         default_effort: int | str = "high",
         thinking_default: bool = True,
         max_tokens: int | None = None,
+        slack: int = 2,
+        asked_output: int = 0,
         strict_tool_messages: bool = False,
         salt: str = "",
     ) -> EncodedPrompt:
@@ -101,7 +103,9 @@ class ChatCodec:
                 the older names of these.
             default_effort: effort of requests that name none; "none" answers them without thinking.
             thinking_default: whether requests that do not say think.
-            max_tokens: refuse a prompt that is much longer with as little work as it takes to know that. Twice as long may pass.
+            max_tokens: refuse a prompt that is much longer with as little work as it takes to know that.
+            slack: how many times as long may pass.
+            asked_output: tokens of output that the request asks for; only that refusal tells them.
             strict_tool_messages: refuse results and calls that do not match each other, which are otherwise put right.
             salt: separates tenants: only prompts with the same one share remembered ids.
 
@@ -118,7 +122,7 @@ class ChatCodec:
             json=request.json,
         )
         return EncodedPrompt(
-            token_ids=self._token_ids(segments, max_tokens, salt),
+            token_ids=self._token_ids(segments, max_tokens, slack, asked_output, salt),
             text="".join(segment.text for segment in segments),
             thinking=request.thinking,
             effort=request.effort,
@@ -127,6 +131,23 @@ class ChatCodec:
             continues=request.continues,
             form=request.form,
         )
+
+    def count(
+        self,
+        body: Mapping[str, Any],
+        *,
+        default_effort: int | str = "high",
+        thinking_default: bool = True,
+        strict_tool_messages: bool = False,
+        salt: str = "",
+    ) -> int:
+        """How many ids `encode` would give, in memory that does not grow with them. The arguments and errors are those of `encode`."""
+        segments = self._render(parse_chat_request(body, default_effort, thinking_default, strict_tool_messages))
+        try:
+            plain = self.token_cache.count([segment.text for segment in segments if not segment.marker], salt)
+        except LongRunError as error:
+            raise undivided(error) from None
+        return plain + sum(self._marker_id(segment) is not None for segment in segments if segment.marker)
 
     def parser(self, prompt: EncodedPrompt) -> OutputParser:
         """A parser for one answer to `prompt`."""
@@ -158,37 +179,56 @@ class ChatCodec:
             segments = [*(segments if request.task == "action" else segments[:-2]), _Segment(f"<｜{request.task}｜>", True)]
         return segments
 
-    def _token_ids(self, segments: list[_Segment], max_tokens: int | None, salt: str) -> list[int]:
+    def _token_ids(self, segments: list[_Segment], max_tokens: int | None, slack: int, asked_output: int, salt: str) -> list[int]:
         plain_texts = [segment.text for segment in segments if not segment.marker]
         if max_tokens is not None:
             least = sum(len(text.encode()) for text in plain_texts) // self._tokenizer.longest_token
             if least > max_tokens:
-                raise _too_long(least, max_tokens)
+                raise context_overflow(least, max_tokens, asked_output)
         try:
             # What is a little too long is told with its exact length, by whoever knows the output that is to follow.
-            texts = self.token_cache.encode_many(plain_texts, salt, None if max_tokens is None else 2 * max_tokens)
+            texts = self.token_cache.encode_many(plain_texts, salt, None if max_tokens is None else slack * max_tokens)
         except TooManyTokensError as error:
-            raise _too_long(error.least, max_tokens or 0) from None
+            raise context_overflow(error.least, max_tokens or 0, asked_output) from None
+        except LongRunError as error:
+            raise undivided(error) from None
         plain = iter(texts)
         ids: list[int] = []
         for segment in segments:
             if not segment.marker:
                 ids += next(plain)
                 continue
-            token_id = self._tokenizer.special_id(segment.text)
-            if token_id is None:
-                raise RequestError(f"the served checkpoint has no token {segment.text}", param="messages", code="unsupported_value")
-            ids.append(token_id)
+            ids.append(self._marker_id(segment))
         return ids
 
+    def _marker_id(self, segment: _Segment) -> int:
+        token_id = self._tokenizer.special_id(segment.text)
+        if token_id is None:
+            raise RequestError(f"the served checkpoint has no token {segment.text}", param="messages", code="unsupported_value")
+        return token_id
 
-def _too_long(least: int, max_tokens: int) -> RequestError:
-    error = RequestError(
-        f"This model's maximum context length is {max_tokens} tokens. However, your messages are at least {least} tokens long.",
-        param="messages",
-        code="context_length_exceeded",
+
+def undivided(error: LongRunError, param: str = "messages") -> RequestError:
+    """The refusal of a text with a run that is too long to be tokenised: megabytes without a space, a digit or a line break."""
+    text = f"{param} has {error.size} bytes in a row that the tokenizer does not divide; the limit is {error.limit}"
+    return RequestError(text, param=param, code="string_above_max_length")
+
+
+def context_overflow(prompt: int, limit: int, output: int = 0, param: str = "messages") -> RequestError:
+    """The refusal of a request that does not fit into the context of `limit` tokens.
+
+    Clients look for this sentence, DeepSeek's own, to learn that they must shorten the conversation (spec/http-api.md §2.3): it is the
+    same for every field and route, and nothing may be put in front of it.
+
+    Args:
+        prompt: its tokens, or as many as it is known to have at least. output: tokens that the request asks for, 0 if it does not say.
+    """
+    text = (
+        f"This model's maximum context length is {limit} tokens. However, you requested {prompt + output} tokens "
+        f"({prompt} in the messages, {output} in the completion). Please reduce the length of the messages or completion."
     )
-    error.lengths = (least, max_tokens)
+    error = RequestError(text, param=param, code="context_length_exceeded")
+    error.lengths = (prompt, limit)
     return error
 
 

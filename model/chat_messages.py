@@ -18,6 +18,7 @@ import deepseek_recipe as recipe
 
 from forebay.model.chat_values import ExactIntegers, array_at, bad, boolean_at, json_at, kind_of, object_at, shown, string_at
 from forebay.model.errors import RequestError
+from forebay.model.json_limits import MAX_VALUES, too_many_values
 
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 PICTURES = "pictures are not served yet; send text only"
@@ -144,20 +145,32 @@ def _call_name(function: Mapping[str, Any], param: str) -> str:
 
 
 def _arguments(value: Any, param: str, exact: ExactIntegers) -> str:
-    """JSON text of a call's arguments: an object encoded twice is decoded once, integers beyond 64 bits travel as stand-ins."""
+    """JSON text of a call's arguments: an object encoded twice is decoded once, integers beyond 64 bits travel as stand-ins.
+
+    What is in a string passed the limits of the body as one value, so its own values are counted here.
+    """
     if value is None:
         return "{}"
     if isinstance(value, Mapping):
         return json.dumps(json_at(value, param, exact), ensure_ascii=False)
     text = string_at(value, param)
-    if text.lstrip().startswith('"') and isinstance(inner := _loads(text), str) and isinstance(_loads(inner), dict):
-        text = string_at(inner, param)
+    if text.lstrip().startswith('"') and isinstance(inner := _loads(text), str):
+        _require_few(inner, param)
+        if isinstance(_loads(inner), dict):
+            text = string_at(inner, param)
+    else:
+        _require_few(text, param)
     if re.search(r"\d{19}", text) and isinstance(parsed := _loads(text), dict):
         try:
             return json.dumps(json_at(parsed, param, exact), ensure_ascii=False)
         except RequestError:  # not JSON the library can take; it writes such arguments as they are
             return text
     return text
+
+
+def _require_few(text: str, param: str) -> None:
+    if too_many_values(text):
+        raise bad(f"{param} holds too many values: at most {MAX_VALUES:,}", param)
 
 
 def _loads(text: str) -> Any:

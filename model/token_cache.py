@@ -10,19 +10,18 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from blake3 import blake3
 
 PIECE = 4096  # characters from which a piece may end
 WINDOW = 4096  # characters searched at a time, so that other threads get their turn
-BATCH = 1 << 20  # characters tokenised in one call, which holds the GIL while it takes texts over and gives ids back
+BATCH = 1 << 18  # characters tokenised in one call, which holds the GIL while it takes texts over and takes up to 400 bytes for each
+MAX_RUN = 1 << 21  # bytes of a piece, all of which is tokenised at once; more is refused where texts can be cut at all
+MAX_WHOLE = 1 << 24  # the same where they cannot
 ID_BYTES = array("I").itemsize
 OVERHEAD = 250  # bytes of an entry beside its ids: digest, headers, link
-
-# Between a letter and a space, and between a line break and anything that is no space: see `may_cut`.
-_CUT = re.compile(r"(?<=[A-Za-z])(?= )|(?<=[\r\n])(?=\S)")
 
 # The splitting rules of DeepSeek's tokenizers.
 _DIGITS = (r"\p{N}{1,3}", r"\p{N}")
@@ -32,15 +31,24 @@ _WORDS = (
     r"""|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 
+# Between a letter or digit and a space, between an ASCII letter and any other ASCII character, between a line break and anything that is
+# no space, and at both ends of runs of ASCII digits (among ASCII characters) and of CJK characters: see `may_cut`.
+_CUT = re.compile(
+    r"(?<=[^\W_])(?= )|(?<=[A-Za-z])(?=[\x00-@\[-`{-\x7f])|(?<=[\r\n])(?=\S)"
+    r"|(?<=[0-9])(?=[\x00-/:-\x7f])|(?<=[\x00-/:-\x7f])(?=[0-9])"
+    rf"|(?<={_CJK[:-1]})(?=[^{_CJK[1:-2]}])|(?<=[^{_CJK[1:-2]}])(?={_CJK[:-1]})"
+)
+
 
 def may_cut(spec: Mapping[str, Any]) -> bool:
     """Whether this `tokenizer.json` parts every text where `pieces` cuts it, so that it may be tokenised piece by piece.
 
-    True for the splitting rules of DeepSeek's tokenizers, by what they are. Their digit and CJK rules never join a letter or a line
-    break with what follows. Of the alternatives of the word rule, none has a letter followed by a space, and none has a line break
-    followed by anything but more space; the only one that looks ahead, at the end of a run of spaces, comes after the one that takes a run
-    up to its last line break, and a run that a piece starts with is followed by the same text in the piece and in the whole. Other rules
-    may do the same, but that is not known.
+    True for the splitting rules of DeepSeek's tokenizers, by what they are. Their digit and CJK rules come first and set runs apart
+    from all that is around them, which the later rules do not see; they never join a letter or a line break with what follows. Of the
+    alternatives of the word rule, none has a letter followed by anything but letters and marks, and none has a line break followed by
+    anything but more space; the only one that looks ahead, at the end of a run of spaces, comes after the one that takes a run up to its
+    last line break, and a run that a piece starts with is followed by the same text in the piece and in the whole. Other rules may do
+    the same, but that is not known.
     """
     splitter, normalizer, model = ((spec.get(name) or {}) for name in ("pre_tokenizer", "normalizer", "model"))
     steps = splitter.get("pretokenizers") or []
@@ -96,6 +104,22 @@ class TooManyTokensError(Exception):
         self.least = least
 
 
+class LongRunError(Exception):
+    """A text has `size` bytes in a row that the tokenizer does not divide, `limit` are allowed: their tokens are found all at once."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"{size} bytes without a place to cut, {limit} are allowed")
+        self.size, self.limit = size, limit
+
+
+def check_runs(parts: Iterable[str], *, cut: bool) -> None:
+    """Refuse (LongRunError) a piece that is too long to be tokenised at once; `cut` tells whether it is what was left by `pieces`."""
+    limit = MAX_RUN if cut else MAX_WHOLE
+    for part in parts:
+        if len(part) > limit // 4 and (size := len(part.encode("utf-8", "surrogatepass"))) > limit:
+            raise LongRunError(size, limit)
+
+
 class TokenCache:
     """Tokenises texts, taking pieces seen before from memory. Every method may be called from several threads at once.
 
@@ -115,26 +139,53 @@ class TokenCache:
     def encode_many(self, texts: Sequence[str], salt: str = "", limit: int | None = None) -> list[list[int]]:
         """The ids of each text. Only texts given with the same `salt` share what is remembered: how long it takes tells nobody else.
 
-        Raises TooManyTokensError as soon as it is clear that there are more than `limit`, before ids are made of them.
+        Raises TooManyTokensError as soon as it is clear that there are more than `limit`, before ids are made of them; LongRunError.
         """
         parts = [pieces(text) if self._cut else [text] for text in texts]
-        flat = [piece for part in parts for piece in part]
-        prefix = blake3(salt.encode("utf-8", "surrogatepass")).digest()
-        keys = [blake3(prefix + piece.encode("utf-8", "surrogatepass")).digest() for piece in flat]
-        found = self._look_up(keys)
-        new = {key: piece for key, piece, ids in zip(keys, flat, found, strict=True) if ids is None}
-        room = None if limit is None else limit - sum(len(ids) for ids in found if ids is not None) // ID_BYTES
-        fresh = self._tokenise(new, room, limit or 0)
-        self._keep(fresh)
-        with self._lock:
-            self.misses += (missed := sum(map(len, new.values())))
-            self.hits += sum(map(len, flat)) - missed
-        every = [fresh[key] if ids is None else ids for key, ids in zip(keys, found, strict=True)]
+        every = self._every(parts, salt, limit)
         total = sum(map(len, every)) // ID_BYTES
         if limit is not None and total > limit:
             raise TooManyTokensError(total)
         known = iter(every)
         return [memoryview(b"".join([next(known) for _ in part])).cast("I").tolist() for part in parts]
+
+    def count(self, texts: Sequence[str], salt: str = "") -> int:
+        """How many ids the texts have. Nothing is held for it but the pieces and what is remembered, however many there are."""
+        flat = [piece for text in texts for piece in (pieces(text) if self._cut else [text])]
+        keys, found, new = self._search(flat, salt)
+        lengths = {key: len(ids) // ID_BYTES for key, ids in zip(keys, found, strict=True) if ids is not None}
+        fresh: dict[bytes, bytes] = {}
+        room = self._max_bytes // 2
+        for batch in _batches(new):
+            encodings = self._encode([new[key] for key in batch])
+            lengths |= {key: len(one) for key, one in zip(batch, encodings, strict=True)}
+            room -= sum(lengths[key] * ID_BYTES + OVERHEAD for key in batch)
+            if room >= 0:
+                fresh |= {key: array("I", one.ids).tobytes() for key, one in zip(batch, encodings, strict=True)}
+            else:
+                fresh.clear()
+        self._keep(fresh)
+        return sum(lengths[key] for key in keys)
+
+    def _every(self, parts: Sequence[Sequence[str]], salt: str, limit: int | None) -> list[bytes]:
+        """The ids of each piece."""
+        keys, found, new = self._search([piece for part in parts for piece in part], salt)
+        room = None if limit is None else limit - sum(len(ids) for ids in found if ids is not None) // ID_BYTES
+        fresh = self._tokenise(new, room, limit or 0)
+        self._keep(fresh)
+        return [fresh[key] if ids is None else ids for key, ids in zip(keys, found, strict=True)]
+
+    def _search(self, flat: Sequence[str], salt: str) -> tuple[list[bytes], list[bytes | None], dict[bytes, str]]:
+        """(key of each piece, its ids if they are remembered, the pieces that are not). Raises LongRunError."""
+        check_runs(flat, cut=self._cut)
+        prefix = blake3(salt.encode("utf-8", "surrogatepass")).digest()
+        keys = [blake3(prefix + piece.encode("utf-8", "surrogatepass")).digest() for piece in flat]
+        found = self._look_up(keys)
+        new = {key: piece for key, piece, ids in zip(keys, flat, found, strict=True) if ids is None}
+        with self._lock:
+            self.misses += (missed := sum(map(len, new.values())))
+            self.hits += sum(map(len, flat)) - missed
+        return keys, found, new
 
     def _look_up(self, keys: Sequence[bytes]) -> list[bytes | None]:
         known = self._known

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from forebay.model.errors import CheckpointError
-from forebay.model.token_cache import Encoding, may_cut
+from forebay.model.token_cache import BATCH, WINDOW, Encoding, LongRunError, TooManyTokensError, check_runs, may_cut, pieces
+
+__all__ = ["Detokenizer", "LongRunError", "Tokenizer", "TooManyTokensError"]
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -73,6 +78,7 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(data).hexdigest()
         self.may_cut = may_cut(spec)
         self._added = added
+        self._spelled = _Spellings.of(spec)
         self.added_ids = frozenset(added.values())
         self._bytes = _token_table(vocab, added, self.vocab_size)
         self._texts = [_complete_text(piece) for piece in self._bytes]
@@ -130,9 +136,51 @@ class Tokenizer:
         encodings: Sequence[Encoding] = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         return encodings
 
-    def encode_special(self, text: str) -> list[int]:
-        """Ids of a raw prompt, in which the spelling of a control token is that token. Nothing is put in front."""
-        return self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode_special(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of a raw prompt, in which the spelling of a control token is that token. Nothing is put in front.
+
+        Raises TooManyTokensError if there are more than `limit`, soon after that is clear; LongRunError.
+        """
+        if self._spelled is None:
+            check_runs((text,), cut=False)
+            ids = self._full.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            if limit is not None and len(ids) > limit:
+                raise TooManyTokensError(len(ids))
+            return ids
+        return self._in_batches(self._spelled.split(text), limit)
+
+    def encode_long(self, text: str, limit: int | None = None) -> list[int]:
+        """`encode` of a text of any length in bounded memory. Raises like `encode_special`."""
+        return self._in_batches([text], limit)
+
+    def _in_batches(self, parts: Iterable[str | int], limit: int | None) -> list[int]:
+        """Ids of a row of plain texts and of ids."""
+        found = array("I")
+        waiting: list[str | int] = []
+        size = 0
+
+        def flush() -> None:
+            encoded = iter(self.encodings([part for part in waiting if isinstance(part, str)]))
+            for part in waiting:
+                if isinstance(part, int):
+                    found.append(part)
+                else:
+                    found.extend(next(encoded).ids)
+            waiting.clear()
+            if limit is not None and len(found) > limit:
+                raise TooManyTokensError(len(found))
+
+        for part in parts:
+            for piece in [part] if isinstance(part, int) else pieces(part) if self.may_cut else [part]:
+                if isinstance(piece, str):
+                    check_runs((piece,), cut=self.may_cut)
+                waiting.append(piece)
+                size += len(piece) if isinstance(piece, str) else 16
+                if size >= BATCH:
+                    flush()
+                    size = 0
+        flush()
+        return found.tolist()
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`, U+FFFD for bytes that are not UTF-8. `skip_special` leaves out `silent_ids` and nothing else."""
@@ -150,6 +198,61 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         """A new incremental decoder."""
         return Detokenizer(self._bytes, self._texts, self.silent_ids)
+
+
+class _Spellings:
+    """Finds added tokens in raw text as the library does: of those that begin first the longest, unnormalised ones before the others."""
+
+    def __init__(self, groups: Sequence[Mapping[str, int]]) -> None:
+        self._groups = [(group, re.compile(_any_of(sorted(group))), max(map(len, group))) for group in groups if group]
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> _Spellings | None:
+        """None for tokens that take in what is around them, or texts that are normalised: those the library alone knows to find."""
+        entries = spec.get("added_tokens") or []
+        normalizer = spec.get("normalizer")
+        if normalizer and (normalizer.get("type") != "Sequence" or normalizer.get("normalizers")):
+            return None
+        flags = ("lstrip", "rstrip", "single_word")
+        if any(entry.get(flag) for entry in entries for flag in flags) or not all(entry["content"] for entry in entries):
+            return None
+        first = {entry["content"]: int(entry["id"]) for entry in entries if not entry.get("normalized")}
+        return cls([first, {entry["content"]: int(entry["id"]) for entry in entries if entry.get("normalized")}])
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The text as plain parts and ids of added tokens, in a row."""
+        return self._split(text, 0)
+
+    def _split(self, text: str, level: int) -> Iterator[str | int]:
+        if level == len(self._groups):
+            if text:
+                yield text
+            return
+        ids, pattern, longest = self._groups[level]
+        start = place = 0
+        while place < len(text):  # a little at a time: a search holds the GIL
+            match = pattern.search(text, place, place + WINDOW + longest)
+            if match is None or match.start() >= place + WINDOW:
+                place += WINDOW
+                continue
+            yield from self._split(text[start : match.start()], level + 1)
+            yield ids[match.group()]
+            start = place = match.end()
+        yield from self._split(text[start:], level + 1)
+
+
+def _any_of(spellings: Sequence[str]) -> str:
+    """A pattern for the longest of some sorted texts that fits, as a tree: its time does not depend on how many there are."""
+    ended = not spellings[0]
+    branches = [_branch(list(group)) for _, group in itertools.groupby(spellings[ended:], lambda text: text[0])]
+    return f"(?:{'|'.join(branches)}){'?' if ended else ''}" if branches else ""
+
+
+def _branch(spellings: list[str]) -> str:
+    first, last = spellings[0], spellings[-1]  # sorted: what these share, all of them do
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    shared = first[:length]
+    return re.escape(shared) + _any_of([text[len(shared) :] for text in spellings])
 
 
 class Detokenizer:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forebay.model.errors import ConfigError
 from forebay.server.errors import HttpError
+from forebay.server.field_errors import Salt
 from forebay.server.limits import ENVIRONMENT, OWN_KEY, ServerOptions
 
 log = logging.getLogger("forebay.server")
@@ -56,7 +57,7 @@ class Key(BaseModel):
     name: Name
     hash: Annotated[str, Field(pattern=r"^[0-9a-f]{32}:[0-9a-f]{64}$")]
     tenant: Name | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    cache_salt: Salt | None = None
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
     concurrency: Rate | None = None
@@ -100,9 +101,16 @@ def new_key() -> str:
 
 
 def hashed(key: bytes, salt: bytes | None = None) -> str:
-    """`SALT:DIGEST` in hex, BLAKE2b with a salt of 16 bytes. Fast on purpose: keys are random, so there is nothing to be guessed."""
+    """`SALT:DIGEST` in hex, BLAKE2b with a salt of 16 bytes. Fast on purpose: keys are random, so there is nothing to be guessed.
+
+    Keys that are kept together should have one salt: a key that is presented is hashed once for each.
+    """
     salt = secrets.token_bytes(16) if salt is None else salt
-    return f"{salt.hex()}:{hashlib.blake2b(key, digest_size=32, salt=salt, person=b'forebay key').hexdigest()}"
+    return f"{salt.hex()}:{_digest(key, salt).hex()}"
+
+
+def _digest(key: bytes, salt: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32, salt=salt, person=b"forebay key").digest()
 
 
 def parse_file(text: str, where: str) -> list[Key]:
@@ -126,6 +134,7 @@ def parse_file(text: str, where: str) -> list[Key]:
 def parse_environment(text: str) -> list[Key]:
     """Keys written as `KEY,NAME:KEY,…`; those without a name are key-1, key-2, … by their place. Raises ConfigError without showing one."""
     keys: list[Key] = []
+    salt = secrets.token_bytes(16)
     for number, part in enumerate((part.strip() for part in text.split(",") if part.strip()), 1):
         name, colon, key = part.partition(":")
         if not colon:
@@ -133,7 +142,7 @@ def parse_environment(text: str) -> list[Key]:
         if not re.fullmatch(_NAME, name) or not re.fullmatch(f"[!-~]{{1,{MAX_KEY}}}", key):
             rule = f"KEY or NAME:KEY: a key is at most {MAX_KEY} visible ASCII characters, a name at most 64 letters, digits and . _ -"
             raise ConfigError(f"environment {ENVIRONMENT}: entry {number} must be {rule}")
-        keys.append(Key(name=name, hash=hashed(key.encode())))
+        keys.append(Key(name=name, hash=hashed(key.encode(), salt)))
     if not keys:
         raise ConfigError(f"environment {ENVIRONMENT} is set but holds no key; unset it for a server without keys")
     _refuse_repeated(keys, f"environment {ENVIRONMENT}")
@@ -151,20 +160,25 @@ def _refuse_repeated(keys: Iterable[Key], where: str) -> None:
 class KeyRing:
     """The keys that count now. Without any source it is open: everybody may call.
 
-    Raises ConfigError when built over an unreadable file or an empty source. Later, a file that cannot be read or is wrong leaves the
-    keys as they were and is logged: a slip of the editor must neither lock everybody out nor let anybody in.
+    Raises ConfigError when built over an unreadable file or an empty source, or without any where /metrics needs a key.
+    Later, a file that cannot be read or is wrong leaves the keys as they were and is logged: a slip of the editor must neither lock
+    everybody out nor let anybody in.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         self._file = options.api_keys_file
         self._fixed = parse_environment(options.api_keys) if options.api_keys is not None else []
         self._share = options.share_cache
-        self._keys: list[tuple[Caller, bytes, bytes]] = []
+        self._callers: list[Caller] = []
+        self._tables: dict[bytes, dict[bytes, Caller]] = {}  # by salt: whose key a digest is of
         self._known: dict[bytes, Caller] = {}
         self._secret = secrets.token_bytes(32)
         self._seen: Any = None
         self._next_look = 0.0
         self.open = self._file is None and options.api_keys is None
+        if self.open and options.metrics_key:
+            text = f"server.metrics_key: there are no API keys that /metrics could need; set server.api_keys_file or {ENVIRONMENT}"
+            raise ConfigError(text, param="server.metrics_key")
         if self._file is not None:
             self._seen = _state(self._file)
             if not self._read(self._file):
@@ -174,33 +188,36 @@ class KeyRing:
 
     def callers(self) -> list[Caller]:
         """Who has a key, in the order of their keys."""
-        return [caller for caller, _, _ in self._keys]
+        return list(self._callers)
 
     def find(self, presented: bytes) -> Caller | None:
-        """Whose key it is. A key that is not known costs the same time whatever it has in common with those that are."""
+        """Whose key it is. A key that is not known costs the same time whatever it has in common with those that are: what is looked up
+        is a digest under a secret of this process, one hash for each salt."""
         self._look_again()
         if not presented or len(presented) > MAX_KEY:
             return None
-        # Under a secret of this process: the time of a look-up tells nothing about the keys that were seen.
         mark = hmac.digest(self._secret, presented, "sha256")
         if (caller := self._known.get(mark)) is not None:
             return caller
         found = None
-        for caller, salt, digest in self._keys:  # all of them, also after a match
-            if hmac.compare_digest(hashlib.blake2b(presented, digest_size=32, salt=salt, person=b"forebay key").digest(), digest):
-                found = caller
+        for salt, table in self._tables.items():  # all of them, also after a match
+            found = table.get(self._mark(_digest(presented, salt))) or found
         if found is not None and len(self._known) < _REMEMBERED:
             self._known[mark] = found
         return found
 
+    def _mark(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, digest, "sha256")
+
     def _take(self, keys: list[Key]) -> None:
         self._known.clear()
-        self._keys = []
+        self._callers, self._tables = [], {}
         for key in keys:
             salt, _, digest = key.hash.partition(":")
             tenant = key.tenant or key.name
             caller = Caller(key.name, tenant, "" if self._share else tenant, key)
-            self._keys.append((caller, bytes.fromhex(salt), bytes.fromhex(digest)))
+            self._callers.append(caller)
+            self._tables.setdefault(bytes.fromhex(salt), {})[self._mark(bytes.fromhex(digest))] = caller
 
     def _look_again(self) -> None:
         now = time.monotonic()

@@ -50,16 +50,23 @@ class App:
                 ("POST",),
                 ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions", "/beta/v1/chat/completions"),
                 ChatRoute(self._turns),
+                generates=True,
             ),
             Route(
                 "/v1/completions",
                 ("POST",),
                 ("/v1/completions", "/completions", "/beta/completions", "/beta/v1/completions"),
                 CompletionRoute(self._turns),
+                generates=True,
             ),
             # GET is only for the upgrade to a WebSocket that Codex tries first; the handler refuses it.
             Route(
-                "/v1/responses", ("POST", "GET"), ("/v1/responses", "/responses"), ResponsesRoute(self._turns), tells_limits=True
+                "/v1/responses",
+                ("POST", "GET"),
+                ("/v1/responses", "/responses"),
+                ResponsesRoute(self._turns),
+                tells_limits=True,
+                generates=True,
             ),
             Route("/v1/responses/input_tokens", ("POST",), ("/v1/responses/input_tokens",), InputTokensRoute(self._turns)),
             Route(
@@ -68,6 +75,7 @@ class App:
                 ("/v1/messages", "/anthropic/v1/messages", "/messages"),
                 MessagesRoute(self._turns),
                 family="anthropic",
+                generates=True,
             ),
             Route(
                 "/v1/messages/count_tokens",
@@ -149,6 +157,7 @@ class App:
         """Let the threads end. Called at the end of the lifespan; who runs the application without one calls it."""
         self._lanes.close()
         self._turns.images.close()
+        self._turns.desk.close()
         self._turns.grammars.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import zstandard
 
+from forebay.model.json_limits import MAX_VALUES, STRING, too_many_values
 from forebay.server.errors import HttpError
 
 _JSON_TYPES = {
@@ -22,11 +23,8 @@ _SIP = 512
 _WINDOW = 1 << 23  # bytes a zstd frame may look back: what RFC 9659 allows as a Content-Encoding
 _SCAN = 1 << 20  # bytes of a broken body that are searched for why it is broken
 _MEMBERS = 10_000  # of a gzip body: parallel compressors make one per 64 KiB or more
-_MAX_VALUES = 1_000_000  # in a body: a value costs tens of bytes once parsed, whatever it cost to send
-# Possessive, and a string may end with the body: every byte is looked at once, also in a string that is never closed.
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_NESTING = re.compile(_STRING + rb"|[\[{]|[\]}]", re.DOTALL)
+_MAX_CODINGS = 2  # of one body: a header has room for thousands, each of which costs as much as the largest body
+_NESTING = re.compile(STRING + rb"|[\[{]|[\]}]", re.DOTALL)
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _LONG = b"0" * 19  # digits from which on an integer may not fit into 64 bits
 _NON_FINITE = re.compile(rb"NaN|Infinity|[eE]\+?\d{3,}")
@@ -40,11 +38,15 @@ def too_large(limit: int) -> HttpError:
 
 
 def check_encoding(encoding: str) -> None:
-    """Refuse (415) a Content-Encoding that `decode` does not undo."""
-    for name in _encodings(encoding):
-        if name not in ("gzip", "x-gzip", "deflate", "zstd"):
-            message = f"Content-Encoding {name[:32]!r} is not supported. Use identity, gzip, deflate or zstd."
-            raise HttpError(415, message, code="unsupported_media_type", headers=[(b"accept-encoding", b"gzip, deflate, zstd")])
+    """Refuse (415) a Content-Encoding that `decode` does not undo, or one of more than two codings."""
+    names = _encodings(encoding)
+    message = ""
+    if unknown := [name for name in names if name not in ("gzip", "x-gzip", "deflate", "zstd")]:
+        message = f"Content-Encoding {unknown[0][:32]!r} is not supported. Use identity, gzip, deflate or zstd."
+    elif len(names) > _MAX_CODINGS:
+        message = f"Content-Encoding names {len(names)} codings, and a body may have {_MAX_CODINGS}. Compress it once."
+    if message:
+        raise HttpError(415, message, code="unsupported_media_type", headers=[(b"accept-encoding", b"gzip, deflate, zstd")])
 
 
 def decode(data: bytes, encoding: str, limit: int) -> bytes:
@@ -61,8 +63,8 @@ def parse_object(data: bytes, max_depth: int) -> dict[str, Any]:
     so many values that they would take a multiple of the body in memory.
     """
     data = data.removeprefix(b"\xef\xbb\xbf")
-    if _separators(data) > _MAX_VALUES and _separators(_STRINGS.sub(b"", data)) > _MAX_VALUES:
-        raise HttpError(400, f"The request body holds too many values: at most {_MAX_VALUES}.", code="invalid_json")
+    if too_many_values(data):
+        raise HttpError(400, f"The request body holds too many values: at most {MAX_VALUES}.", code="invalid_json")
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -87,11 +89,6 @@ def to_json(value: Any) -> bytes:
 def json_type(value: Any) -> str:
     """What JSON calls the type of a parsed value, with its article."""
     return _JSON_TYPES[type(value)]
-
-
-def _separators(data: bytes) -> int:
-    """No fewer than the values in `data`, but for the first; more where its strings hold such characters."""
-    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _encodings(header: str) -> list[str]:

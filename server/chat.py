@@ -6,16 +6,15 @@ from contextlib import aclosing
 from typing import Any
 
 from forebay.engine.types import TokenLogprob
-from forebay.model.errors import RequestError
-from forebay.server.chat_input import client_error
+from forebay.model.errors import ForebayError
 from forebay.server.chunks import REASONING_NAMES, Choice, ChunkWriter, Head, explain, usage
 from forebay.server.exchange import Exchange
-from forebay.server.field_errors import invalid
 from forebay.server.logprobs import prompt_entries
 from forebay.server.pacing import Pacer
 from forebay.server.patience import PatientReply
 from forebay.server.protocol import ChatCall, parse_chat
 from forebay.server.sse import DONE, EventStream
+from forebay.server.token_fields import check_scored
 from forebay.server.turns import Job, Turns
 
 
@@ -38,9 +37,8 @@ class ChatRoute:
         del data  # megabytes that would otherwise stay for as long as the answer takes
         turns.accept(exchange, call, size)
         if not call.stream:
-            job = await self._prepare(exchange, call, size)
             async with PatientReply(exchange, turns.options) as reply:
-                await self._whole(exchange, job, reply)
+                await self._whole(exchange, await self._prepare(exchange, call, size), reply)
             return
         async with EventStream(exchange, keepalive_s=turns.options.keepalive_comment_s) as out:
             await self._stream(exchange, await self._prepare(exchange, call, size), out)
@@ -48,14 +46,16 @@ class ChatRoute:
     async def _prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
         try:
             job = await self._turns.prepare(exchange, call, size)
-        except RequestError as error:
-            raise client_error(error, call.places) from None
+        except ForebayError as error:
+            if call.paths is not None:
+                call.paths.translate(error)
+            raise
+        if call.paths is not None:
+            call.paths.client.clear()  # nothing that is found from here on is about a part of the body
         if (alternatives := call.fields.prompt_logprobs) is not None:
-            cost, limit = len(job.prompt.token_ids) * call.choices * (1 + alternatives), self._turns.options.max_scored
-            if cost > limit:
-                exchange.admitted = False  # it is refused, and counted as such
-                rule = f"expected at most {limit} log-probabilities of prompt tokens, alternatives counted, got {cost}"
-                raise invalid("prompt_logprobs", rule)
+            exchange.admitted = False  # if it is refused it counts as that
+            check_scored(len(job.prompt.token_ids), call.choices, alternatives, self._turns.options.max_scored, "prompt_logprobs")
+            exchange.admitted = True
         return job
 
     def _head(self, job: Job) -> Head:
@@ -82,7 +82,7 @@ class ChatRoute:
         answer["choices"] = [
             choice.whole(thinking=job.prompt.thinking, with_token_ids=token_ids, reasoning_names=names) for choice in choices
         ]
-        answer["usage"] = used = usage(job.prompt, choices)
+        answer["usage"] = used = usage(job.prompt, choices, predicted=call.predicted)
         answer["service_tier"] = "default"
         if token_ids:
             answer["prompt_token_ids"] = list(job.prompt.token_ids)
@@ -112,7 +112,7 @@ class ChatRoute:
                 ready = event if pacers is None else pacers[index].add(event)
                 if ready is not None and (data := chunks.event(choices[index], ready)):
                     await out.write(data)
-        used = usage(job.prompt, choices)
+        used = usage(job.prompt, choices, predicted=call.predicted)
         tail: dict[str, Any] = {"usage": used} if call.include_usage else {}
         if call.explain:
             tail["forebay"] = explain(job.prompt, choices)

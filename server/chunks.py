@@ -130,8 +130,7 @@ class ChunkWriter:
 
     Args:
         choices: all choices of the answer, which `event` fills.
-        include_usage: True leaves the usage to the caller's `tail` and says null until then, None puts it on the last finish chunk,
-            False nowhere.
+        include_usage: the usage comes in the caller's `tail`, and is null until then; without it there is none.
         running_usage: every chunk tells the tokens so far.
         with_token_ids: chunks carry the ids they were made from, the first one those of the prompt.
     """
@@ -142,7 +141,7 @@ class ChunkWriter:
         prompt: EncodedPrompt,
         choices: Sequence[Choice],
         *,
-        include_usage: bool | None = None,
+        include_usage: bool = False,
         running_usage: bool = False,
         with_token_ids: bool = False,
         reasoning_names: Sequence[str] = ("reasoning_content",),
@@ -150,7 +149,7 @@ class ChunkWriter:
         fields = head.fields("chat.completion.chunk")
         self._start = b"data: " + orjson.dumps(fields)[:-1]
         self._prompt, self._choices = prompt, choices
-        self._include_usage, self._running_usage = include_usage, running_usage
+        self._running_usage = running_usage
         self._null = b',"usage":null' if include_usage else b""
         self._with_token_ids = with_token_ids
         self._reasoning = b",".join(b'"%b":%%b' % name.encode() for name in reasoning_names)
@@ -178,8 +177,6 @@ class ChunkWriter:
             finish = orjson.dumps(event.finish_reason)
             if event.matched_stop is not None:
                 finish += b',"stop_reason":' + orjson.dumps(event.matched_stop)
-            if self._include_usage is None and all(other.last is not None for other in self._choices):
-                tail = b',"usage":' + orjson.dumps(usage(self._prompt, self._choices))
             parts.append(self._chunk(choice, b'{"content":""}', b"null", finish + extra, tail))
         elif extra:
             parts.append(self._chunk(choice, b"{}", b"null", b"null" + extra, tail))
@@ -209,17 +206,23 @@ class ChunkWriter:
         return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (delta.index, orjson.dumps(delta.text))
 
 
-def usage(prompt: EncodedPrompt, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Usage of a request: the prompt once, outputs summed over the choices. Cached tokens are the choice's that computed it."""
+def usage(prompt: EncodedPrompt, choices: Sequence[Choice], *, predicted: bool = False) -> dict[str, Any]:
+    """Usage of a request: the prompt once, outputs summed over the choices. Cached tokens are the choice's that computed it.
+
+    With `predicted` it says that nothing of the client's `prediction` was used.
+    """
     parts = [choice.last.usage for choice in choices if choice.last is not None and choice.last.usage is not None]
     first = min(parts, key=lambda part: part.cached_tokens) if parts else Usage(len(prompt.token_ids), 0, 0, 0)
     completion = sum(part.completion_tokens for part in parts)
+    details = {"reasoning_tokens": sum(part.reasoning_tokens for part in parts)}
+    if predicted:
+        details |= {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     return {
         "prompt_tokens": first.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": first.prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": sum(part.reasoning_tokens for part in parts)},
+        "completion_tokens_details": details,
         "prompt_cache_hit_tokens": first.cached_tokens,
         "prompt_cache_miss_tokens": first.prompt_tokens - first.cached_tokens,
     }

@@ -192,6 +192,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     frontend.add_argument("--prompt-kb", type=int, default=500, metavar="N", help="size of the long prompt (default: %(default)s)")
     frontend.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json (default: the model's)")
     frontend.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; medians are reported (default: %(default)s)")
+    frontend.add_argument("--peer-python", metavar="FILE", help="a Python with litellm[proxy], which is measured beside this server")
     frontend.add_argument("--no-peer", dest="peer", action="store_false", help="only this server")
 
     quality = kinds.add_parser(

@@ -17,17 +17,19 @@ from pydantic import Field, ValidationError
 from forebay.engine.types import MAX_LOGPROBS, Request
 from forebay.model.chat import AnswerForm, EncodedPrompt, ParseOptions, parse_response_format
 from forebay.server import constraints
+from forebay.server.chat_names import ENCODED
 from forebay.server.chunks import Choice, Head, explain
 from forebay.server.constraints import Wanted
 from forebay.server.exchange import Exchange
-from forebay.server.field_errors import bad, invalid, refusal, unsupported
+from forebay.server.field_errors import bad, invalid, missing, refusal, unsupported
 from forebay.server.limits import ServerOptions
 from forebay.server.pacing import Pacer
 from forebay.server.patience import PatientReply
 from forebay.server.prompts import Prompt, fill_ids, read_prompts, text_ids, total
-from forebay.server.protocol import ENCODED, MAX_NAMED, ChatCall, Int, _Body, parse_chat
+from forebay.server.protocol import Body, ChatCall, Int, parse_chat, with_bans
 from forebay.server.raw_choice import RawChoice, usage
 from forebay.server.sse import DONE, EventStream
+from forebay.server.token_fields import check_scored
 from forebay.server.turns import Turns
 
 DEFAULT_OUTPUT = 16  # tokens; what OpenAI has always given those who do not say
@@ -40,7 +42,7 @@ IDLE = (ENCODED - CHAT_ONLY - {"response_format"}) | {
 }  # fmt: skip
 
 
-class CompletionFields(_Body):
+class CompletionFields(Body):
     """The fields that chat completions does not have, or has with another meaning. `prompt` is read apart: it may be megabytes."""
 
     suffix: str | None = None
@@ -87,7 +89,7 @@ def parse_completion(body: dict[str, Any], turns: Turns) -> CompletionCall:
         if body.pop(name) not in (False, "", "none", "auto", [], {}):
             raise unsupported(name, "it belongs to chat completions, POST /v1/chat/completions")
     if prompt is None:
-        raise bad("prompt", "Missing required parameter: 'prompt'.", "missing_required_parameter")
+        raise missing("prompt")
     prompts = read_prompts(prompt, tokenizer)
     idle = [name for name in body if name in IDLE]
     for name in idle:
@@ -96,11 +98,10 @@ def parse_completion(body: dict[str, Any], turns: Turns) -> CompletionCall:
     limit = {"max_tokens": DEFAULT_OUTPUT if fields.max_tokens is None else max(fields.max_tokens, 1)}
     if fields.max_tokens is None and "max_completion_tokens" in body:  # the name that chat completions prefers
         limit = {}
-    chat = parse_chat({**body, **alternatives, **limit}, options, tokenizer)
+    chat = parse_chat({**body, **alternatives, **limit}, options, tokenizer, also=idle)
     asked = chat.fields.prompt_logprobs
     if fields.echo and fields.logprobs is not None:
         chat = replace(chat, fields=chat.fields.model_copy(update={"prompt_logprobs": max(fields.logprobs, asked or 0)}))
-    chat = replace(chat, ignored=(*idle, *chat.ignored)[:MAX_NAMED])
     call = CompletionCall(fields, chat, prompts, asked, constraints.read(body), parse_response_format(body))
     _check_together(call, options)
     return call
@@ -150,24 +151,23 @@ class CompletionRoute:
         del data  # megabytes that would otherwise stay for as long as the answer takes
         turns.accept(exchange, call.chat, size)
         if not call.chat.stream:
-            job = await self._prepare(exchange, call, size)
             async with PatientReply(exchange, turns.options) as reply:
-                await self._whole(exchange, job, reply)
+                await self._whole(exchange, await self._prepare(exchange, call, size), reply)
             return
         async with EventStream(exchange, keepalive_s=turns.options.keepalive_comment_s) as out:
             await self._stream(exchange, await self._prepare(exchange, call, size), out)
 
     async def _prepare(self, exchange: Exchange, call: CompletionCall, size: int) -> Job:
         """Find the ids of the prompts and size the outputs. Raises RequestError or HttpError naming the field."""
-        turns, chat = self._turns, call.chat
+        turns = self._turns
         tokenizer = turns.engine.tokenizer
+        chat = await with_bans(call.chat, turns.lanes, tokenizer)
         prompts, echoes = await turns.lanes.run(size, lambda: self._encode(call))
         call.prompts.clear()
-        cost = total(prompts) * chat.choices * (1 + (call.scored or 0))
-        if call.scored is not None and cost > turns.options.max_scored:
-            rule = f"expected at most {turns.options.max_scored} log-probabilities of prompt tokens, alternatives counted, got {cost}"
-            raise invalid("echo" if call.shown_scores is None else "prompt_logprobs", rule)
-        held = await turns.hold(exchange, call.wanted, None, size, call.form)
+        if call.scored is not None:
+            param = "echo" if call.shown_scores is None else "prompt_logprobs"
+            check_scored(total(prompts), chat.choices, call.scored, turns.options.max_scored, param)
+        held = await turns.hold(exchange, call.wanted, None, size, call.form, chat.salt)
         requests: list[Request] = []
         for ids in prompts:
             requests += turns.requests(exchange, chat, ids, param="prompt", held=held)
@@ -195,15 +195,16 @@ class CompletionRoute:
         """(ids of each prompt, the text that `echo` puts before its answers)."""
         tokenizer, most = self._turns.engine.tokenizer, self._turns.engine.max_context
         bos = call.fields.add_special_tokens is not False
+        asked = min(call.chat.asked_output or 0, self._turns.options.max_output)
         found: list[list[int]] = []
         for i, prompt in enumerate(call.prompts):
             path = "prompt" if len(call.prompts) == 1 else f"prompt[{i}]"
             if not isinstance(prompt, str):
                 found.append(prompt)
             elif call.fields.suffix:
-                found.append(fill_ids(prompt, call.fields.suffix, tokenizer, bos=bos, max_tokens=most))
+                found.append(fill_ids(prompt, call.fields.suffix, tokenizer, bos=bos, max_tokens=most, asked_output=asked))
             else:
-                found.append(text_ids(prompt, tokenizer, path=path, bos=bos, max_tokens=most))
+                found.append(text_ids(prompt, tokenizer, path=path, bos=bos, max_tokens=most, asked_output=asked))
             if not found[-1]:
                 raise bad(path, f"Invalid '{path}': without begin of sentence an empty text has no tokens.", "empty_string")
         if not call.fields.echo:
@@ -226,8 +227,6 @@ class CompletionRoute:
     async def _stream(self, exchange: Exchange, job: Job, out: EventStream) -> None:
         chat = job.call.chat
         chunks = _Chunks(job.head)
-        running, on_finish = chat.running_usage, chat.include_usage is None
-        left = len(job.choices)
         interval = chat.fields.stream_interval or 1
         pacers = [Pacer(interval, whole_reasoning=False) for _ in job.choices] if interval > 1 else None
         async with aclosing(self._turns.events(job.requests)) as events:
@@ -237,11 +236,7 @@ class CompletionRoute:
                     continue
                 parts = []
                 for piece in job.choices[index].pieces(ready):
-                    used = _so_far(job) if running else None
-                    if piece["finish_reason"] is not None:
-                        left -= 1
-                        used = self._used(exchange, job) if on_finish and not left else used
-                    parts.append(chunks.one([piece], used, null=bool(chat.include_usage)))
+                    parts.append(chunks.one([piece], _so_far(job) if chat.running_usage else None, null=chat.include_usage))
                 if parts:
                     await out.write(b"".join(parts))
         final = self._used(exchange, job)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from forebay.engine.grammar import (
+    MAX_BYTES,
     Grammar,
-    GrammarCompiler,
     GrammarSpec,
+    check_schema,
     choice_spec,
     json_object_spec,
     json_spec,
@@ -27,6 +28,7 @@ from forebay.engine.tool_grammar import Begins, ToolForm, calls_spec
 from forebay.model.chat import AnswerForm, EncodedPrompt
 from forebay.model.errors import RequestError
 from forebay.server.field_errors import bad, invalid
+from forebay.server.grammar_desk import Obtain
 
 # Fields that ask for a form, by what they ask for.
 _FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "regex": "regex", "json_schema": "json"}
@@ -35,6 +37,7 @@ _HARMLESS = frozenset({"disable_any_whitespace", "disable_additional_properties"
 STRUCTURED = frozenset({*_FORMS, "structured_outputs", "thinking_token_budget"})
 
 MAX_WARNINGS = 10
+MAX_SCHEMA_TEXT = 2 * MAX_BYTES  # of a schema given as a string, with whatever white space it has
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def read(body: Mapping[str, Any]) -> Wanted:
         return Wanted(budget=budget)
     kind, value, param = found[0]
     if kind == "json" and isinstance(value, str):
+        if len(value) > MAX_SCHEMA_TEXT:  # passed the limits of the body as one value; white space is not part of a schema's size
+            raise invalid(param, f"it is {len(value)} characters long, the limit is {MAX_SCHEMA_TEXT}")
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
@@ -119,8 +124,8 @@ def asks(wanted: Wanted, form: AnswerForm) -> bool:
     return wanted.kind is not None or form.kind != "text" or bool(form.tools)
 
 
-def hold(wanted: Wanted, prompt: EncodedPrompt | None, compiler: GrammarCompiler, raw: AnswerForm | None = None) -> Held:
-    """Build what the answers to `prompt` are held to; CPU work, up to some seconds the first time a form is seen.
+def hold(wanted: Wanted, prompt: EncodedPrompt | None, obtain: Obtain, raw: AnswerForm | None = None) -> Held:
+    """Obtain what the answers to `prompt` are held to.
 
     Without a prompt the answer is raw text, and `raw` is the form it is to have. Raises RequestError naming the field of a form that
     cannot be used.
@@ -131,39 +136,63 @@ def hold(wanted: Wanted, prompt: EncodedPrompt | None, compiler: GrammarCompiler
         raise invalid(content.param, "a message that is continued has no form of its own")
     reasons = prompt is not None and prompt.initial_channel == "reasoning"
     budget = wanted.budget if reasons else None
+    # By itself first, also beside tools: what is wrong with it is told of its own field.
+    alone = _obtain(content, obtain) if content is not None and not (form.tools and form.required) else None
     if not form.tools:
-        grammar = compiler.compile(content) if content is not None else None
-        return Held(grammar, budget, _warnings(grammar))
-    tools = [ToolForm(tool.name, tool.parameters, tool.strict, tool.param) for tool in form.tools]
-    other = content if not form.required else None
+        return Held(alone, budget, alone.warnings[:MAX_WARNINGS] if alone is not None else ())
     opened = form.required and prompt is not None and prompt.parse.start == "calls"
-    begins: Begins = "block" if opened else "content" if form.required or other is not None else "marker"
-    if other is not None:
-        compiler.compile(other)  # by itself first: what is wrong with it is told of its own field
-
-    def write() -> GrammarSpec:
-        return calls_spec(tools, begins, single=form.single, otherwise=other)
-
+    begins: Begins = "block" if opened else "content" if form.required or alone is not None else "marker"
+    other = alone.spec if alone is not None else None
+    strict = any(tool.strict for tool in form.tools)
     try:
-        key = _key([[tool.name, tool.parameters, tool.strict, tool.param] for tool in tools], begins, form.single, other and other.lark)
-        grammar = compiler.compile(write() if key is None else compiler.remembered(key, write))
-    except RequestError as error:
-        asked = form.required or form.single or content is not None or any(tool.strict for tool in tools)
+        tools = [ToolForm(tool.name, tool.parameters, tool.strict, tool.param) for tool in form.tools]
         for tool in tools:
-            if tool.strict:  # find the one to blame
-                compiler.compile(calls_spec([tool], "block", single=True, param=tool.param))
-        if asked:
+            check_schema(tool.parameters, tool.param)
+        grammar = _calls(tools, begins, obtain, single=form.single, otherwise=other)
+    except RequestError as error:
+        if strict:
+            _blame([tool for tool in tools if tool.strict], obtain)
+        if form.required or form.single or content is not None or strict:
             raise
         return Held(None, budget, (f"tools: {error.message}",))  # the model may call them all the same, unaided
-    return Held(grammar, budget, _warnings(grammar))
+    warnings = (*(alone.warnings if alone is not None else ()), *grammar.warnings)
+    return Held(grammar, budget, tuple(dict.fromkeys(warnings))[:MAX_WARNINGS])
 
 
-def _key(*parts: Any) -> bytes | None:
-    """A digest of JSON values, None for integers that are too long for it."""
+def _obtain(spec: GrammarSpec, obtain: Obtain) -> Grammar:
+    return obtain(spec.key, lambda: spec)
+
+
+def _calls(
+    tools: Sequence[ToolForm], begins: Begins, obtain: Obtain, *, single: bool, otherwise: GrammarSpec | None = None, param: str = "tools"
+) -> Grammar:
+    """The grammar of calls. Its rules, which may be long, are only written if it has to be built."""
+    parts = [[tool.name, tool.parameters, tool.strict, tool.param] for tool in tools]
+    key = _key(parts, begins, single, param, otherwise and otherwise.lark)
+    return obtain(key, lambda: calls_spec(tools, begins, single=single, otherwise=otherwise, param=param))
+
+
+def _blame(tools: list[ToolForm], obtain: Obtain) -> None:
+    """Find one among strict tools that cannot be used by itself, and raise what is wrong with it; by halves, since each try takes time."""
+    while tools:
+        half = tools[: max(1, len(tools) // 2)]
+        try:
+            _calls(half, "block", obtain, single=True, param=half[0].param)
+        except RequestError:
+            if len(half) == 1:
+                raise
+            tools = half
+        else:
+            tools = tools[len(half) :]
+
+
+def _key(*parts: Any) -> bytes:
+    """A digest of JSON values."""
     try:
-        return hashlib.blake2b(orjson.dumps(parts), digest_size=32).digest()
-    except TypeError:
-        return None
+        data = orjson.dumps(parts)
+    except TypeError:  # integers that are too long for it
+        data = json.dumps(parts).encode()
+    return hashlib.blake2b(data, digest_size=32, person=b"calls").digest()
 
 
 def _content(wanted: Wanted, form: AnswerForm) -> GrammarSpec | None:
@@ -183,10 +212,6 @@ def _content(wanted: Wanted, form: AnswerForm) -> GrammarSpec | None:
     if form.kind == "regex":
         return regex_spec(form.value, form.param)
     return None
-
-
-def _warnings(grammar: Grammar | None) -> tuple[str, ...]:
-    return grammar.warnings[:MAX_WARNINGS] if grammar is not None else ()
 
 
 def warning_header(held: Held) -> list[tuple[bytes, bytes]]:

@@ -118,7 +118,7 @@ def describe(error: BaseException, *, request_id: str, state: str) -> Failure:
         headers.append((b"retry-after", b"%d" % min(max(math.ceil(retry_after), 1), MAX_RETRY_AFTER_S)))
     code = error.code or ("invalid_value" if isinstance(error, RequestError) else error.kind)
     message, path = error.message, field_path(error.param)
-    if isinstance(error, RequestError) and error.param and path:
+    if isinstance(error, RequestError) and error.param and path and error.lengths is None:  # that sentence clients know by heart
         message = message.replace(error.param, path)
         if path not in message:
             message = f"Invalid '{path}': {message}"

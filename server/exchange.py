@@ -6,13 +6,14 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from forebay.server.access import ANYONE, Caller
 from forebay.server.body import check_encoding, to_json, too_large
 from forebay.server.errors import ClientGoneError, Failure, Family, Headers, HttpError
-from forebay.server.limits import ServerOptions
+from forebay.server.limits import Bodies, ServerOptions
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -26,6 +27,8 @@ CLIENT_GONE = 499  # never sent; what the log and the metrics say when the clien
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DISCARD_S = 2.0
+_SMALL_BODY = 1 << 20  # bytes up to which a body may use what is kept free for small ones
+_PART = 256 * 1024  # bytes of a large answer that are handed over at a time
 
 
 class Link:
@@ -33,13 +36,14 @@ class Link:
 
     Attributes:
         lost: it is closed. unread: it was closed here because its client took nothing in. watcher: called when it is lost.
+        answering: the engine has begun to answer the request that runs on it.
         resume: takes up reading again, without which nobody would notice that the client leaves.
     """
 
-    __slots__ = ("lost", "resume", "unread", "watcher")
+    __slots__ = ("answering", "lost", "resume", "unread", "watcher")
 
     def __init__(self, resume: Callable[[], None]) -> None:
-        self.lost = self.unread = False
+        self.lost = self.unread = self.answering = False
         self.watcher: Callable[[], object] | None = None
         self.resume = resume
 
@@ -48,6 +52,10 @@ class Link:
         self.lost = True
         if self.watcher is not None:
             self.watcher()
+
+
+connection: ContextVar[Link | None] = ContextVar("connection", default=None)
+"""The connection of the request that this task answers."""
 
 
 class Exchange:
@@ -62,6 +70,8 @@ class Exchange:
             self.headers.setdefault(name, value)
         self.receive = receive
         self.send = send
+        self._bodies: Bodies | None = None
+        self._claimed = 0  # bytes of them
         self._link: Link | None = scope.get("extensions", {}).get(LINK)
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -102,6 +112,17 @@ class Exchange:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def reply_parts(self, status: int, parts: Sequence[bytes]) -> None:
+        """The whole answer, JSON in parts: only as much of it is copied as the connection takes over at once."""
+        if sum(map(len, parts)) <= _PART:
+            await self.reply(status, b"".join(parts))
+            return
+        await self.start(status, [JSON, (b"content-length", b"%d" % sum(map(len, parts)))])
+        for part in parts:
+            for start in range(0, len(part), _PART):
+                await self.send({"type": "http.response.body", "body": part[start : start + _PART], "more_body": True})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def reply_json(self, status: int, value: Any, headers: Headers | None = None) -> None:
         await self.reply(status, to_json(value), headers)
 
@@ -118,15 +139,30 @@ class Exchange:
             headers.append((b"connection", b"close"))
         await self.reply(failure.status_for(self.family), failure.body(self.family, self.request_id), headers)
 
-    async def read_body(self, options: ServerOptions) -> bytes:
-        """The body as sent (still content-encoded).
+    def most_body(self, options: ServerOptions) -> int:
+        """Bytes that the body may have; of a request that is refused anyway, as many as it takes to do that in the client's own way."""
+        return options.max_body if self.over_limit is None else min(options.discard_body, options.max_body)
 
-        Raises HttpError 413 (too large), 415 (unknown Content-Encoding), 408 (paused or trickling); ClientGoneError.
+    def claim_body(self, size: int) -> None:
+        """Say how much memory the body takes now; none once the prompt is made. Raises HttpError 503 if there is not so much."""
+        if self._bodies is not None and size != self._claimed:
+            if not self._bodies.change(self._claimed, size, _SMALL_BODY):
+                text = "The server has as many request bodies in memory as it has room for. Try again later."
+                raise HttpError(503, text, code="overloaded", retry_after=1)
+            self._claimed = size
+
+    async def read_body(self, options: ServerOptions, bodies: Bodies | None = None) -> bytes:
+        """The body as sent (still content-encoded). It counts among `bodies` until `claim_body` says otherwise.
+
+        Raises HttpError 413 (too large), 415 (unknown Content-Encoding), 408 (paused or trickling), 503 (too many bodies);
+        ClientGoneError. A request over the limits of its key is refused with that if its body is not small.
         """
+        self._bodies = bodies
         check_encoding(self.headers.get(b"content-encoding", b"").decode("latin-1"))
         declared = self.headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > options.max_body:
-            raise too_large(options.max_body)
+        most = self.most_body(options)
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+            raise self.over_limit or too_large(most)
         loop = asyncio.get_running_loop()
         began, size, pieces = loop.time(), 0, []
         while True:
@@ -142,8 +178,9 @@ class Exchange:
             piece = message.get("body", b"")
             self._body_read = not message.get("more_body", False)
             size += len(piece)
-            if size > options.max_body:
-                raise too_large(options.max_body)
+            if size > most:
+                raise self.over_limit or too_large(most)
+            self.claim_body(size)
             pieces.append(piece)
             if self._body_read:
                 self.arrived = time.monotonic()
@@ -165,6 +202,7 @@ class Exchange:
             gone = True
             task.cancel()
 
+        connection.set(link)
         link.watcher = leave
         link.resume()
         try:

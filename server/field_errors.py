@@ -1,14 +1,17 @@
-"""Refusals of fields: one sentence that names the field's path, its rule and what was sent, with OpenAI's codes."""
+"""Refusals of fields: one sentence that names the field's path, its rule and what was sent, with OpenAI's codes; and checked values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic_core import ErrorDetails
 
 from forebay.model.errors import RequestError
 from forebay.server.body import json_type
+
+Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]  # of the cache: part of the key of its blocks
 
 
 def bad(path: str, message: str, code: str) -> RequestError:
@@ -24,6 +27,64 @@ def invalid(path: str, rule: str) -> RequestError:
 def unsupported(name: str, why: str) -> RequestError:
     """A field whose silent loss would change the answer."""
     return bad(name, f"Unsupported parameter: '{name}' is not offered by this server ({why}).", "unsupported_parameter")
+
+
+def missing(path: str) -> RequestError:
+    """A field without which the request means nothing."""
+    return bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
+
+
+def wrong_type(path: str, expected: str, value: Any) -> RequestError:
+    """A value of another JSON type than `expected`, which has its article."""
+    return bad(path, f"Invalid type for '{path}': expected {expected}, but got {json_type(value)} instead.", "invalid_type")
+
+
+def empty(path: str) -> RequestError:
+    """An array that must have items."""
+    return bad(path, f"Invalid '{path}': empty array. Expected at least one item.", "empty_array")
+
+
+def too_many(path: str, limit: int, count: int) -> RequestError:
+    """An array or object with more than `limit` items."""
+    return bad(path, f"Invalid '{path}': expected at most {limit} items, got {count}.", "array_above_max_length")
+
+
+def string_at(value: Any, path: str) -> str:
+    """A string. Raises RequestError: missing, another type."""
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, str):
+        raise wrong_type(path, "a string", value)
+    return value
+
+
+def object_at(value: Any, path: str) -> dict[str, Any]:
+    """An object. Raises RequestError: missing, another type."""
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object", value)
+    return value
+
+
+def array_at(value: Any, path: str, limit: int | None = None, expected: str = "an array") -> list[Any]:
+    """An array of at most `limit` items. Raises RequestError: missing, another type (`expected` says what else it could be), too many."""
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, list):
+        raise wrong_type(path, expected, value)
+    if limit is not None and len(value) > limit:
+        raise too_many(path, limit, len(value))
+    return value
+
+
+def boolean_at(value: Any, path: str) -> bool:
+    """A boolean. Raises RequestError: missing, another type."""
+    if value is None:
+        raise missing(path)
+    if not isinstance(value, bool):
+        raise wrong_type(path, "a boolean", value)
+    return value
 
 
 def short(value: Any) -> str:
@@ -51,13 +112,12 @@ def refusal(error: ErrorDetails, own: Iterable[str] = ()) -> RequestError:
     kind, loc, value, context = error["type"], error["loc"], error["input"], error.get("ctx", {})
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)[1:]
     if kind == "missing":
-        return bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
+        return missing(path)
     if kind == "extra_forbidden":  # only of `forebay`
         text = f"Unknown parameter: '{path}'. 'forebay' takes {', '.join(own)}."
         return bad(path, text, "unknown_parameter")
     if kind in _EXPECTED:
-        text = f"Invalid type for '{path}': expected {_EXPECTED[kind]}, but got {json_type(value)} instead."
-        return bad(path, text, "invalid_type")
+        return wrong_type(path, _EXPECTED[kind], value)
     if kind in ("greater_than_equal", "greater_than", "less_than_equal", "less_than"):
         bound = next(iter(context.values()))
         code = f"{'decimal' if isinstance(bound, float) else 'integer'}_{'below_min' if kind.startswith('greater') else 'above_max'}_value"
@@ -66,7 +126,7 @@ def refusal(error: ErrorDetails, own: Iterable[str] = ()) -> RequestError:
     if kind == "finite_number":
         return bad(path, f"Invalid '{path}': expected a finite number, got {short(value)}.", "invalid_value")
     if kind == "too_short":
-        return bad(path, f"Invalid '{path}': empty array. Expected at least one item.", "empty_array")
+        return empty(path)
     if kind == "string_too_short":
         return bad(path, f"Invalid '{path}': empty string. Expected at least one character.", "empty_string")
     if kind == "string_too_long":

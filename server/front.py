@@ -40,6 +40,7 @@ class Route:
         below: also everything under `path/`, which the handler reads.
         admin: for the operator: on the bind of `server.metrics_bind` if there is one, and then only there.
         tells_limits: the handler itself answers a request that is over the limits of its key: `Exchange.over_limit`.
+        generates: the engine runs its requests, which therefore count towards the limits of their keys.
     """
 
     name: str
@@ -52,10 +53,7 @@ class Route:
     family: Family = "openai"
     admin: bool = False
     tells_limits: bool = False
-
-    def limits(self, method: str) -> bool:
-        """Whether a request counts towards the limits of its key: those that make the server work do."""
-        return method == "POST" and not self.open
+    generates: bool = False
 
 
 @dataclass
@@ -98,6 +96,7 @@ class Front:
         finally:
             if (ticket := current.get()) is not None:
                 ticket.close()
+            exchange.claim_body(0)
             self._engine.metrics.http(exchange.route, exchange.status)
             self._log(exchange)
 
@@ -124,7 +123,7 @@ class Front:
         if exchange.method not in route.methods:
             text = f"Method {exchange.method[:32]} is not allowed on {exchange.path[:200]}. Use {' or '.join(route.methods)}."
             raise HttpError(405, text, code="method_not_allowed", headers=[(b"allow", ", ".join(route.methods).encode())])
-        if route.limits(exchange.method) and exchange.caller.key is not None:
+        if route.generates and exchange.method == "POST" and exchange.caller.key is not None:
             self._take_ticket(exchange, route)
         await route.handler(exchange)
 

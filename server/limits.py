@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     from forebay.server.config import Config
@@ -75,6 +78,7 @@ class ServerOptions:
 
     # the wire
     max_body: int = 64 * MIB
+    max_bodies: int = 512 * MIB  # of all bodies that are read or wait to be encoded; never less than `max_body`
     discard_body: int = MIB  # of a refused body, read and dropped so that the client gets to read the answer
     max_head: int = 64 * 1024
     head_timeout_s: float = 10.0
@@ -174,6 +178,28 @@ class ServerOptions:
         return self.output_max_effort if effort == 100 else self.output_thinking
 
 
+class Bodies:
+    """Bytes of all request bodies in memory, from the first that arrives until the prompt is made.
+
+    The last eighth is for small bodies, so that a few large ones do not keep everybody else out.
+
+    Attributes:
+        used: bytes now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def change(self, before: int, after: int, small: int) -> bool:
+        """Let one body take `after` bytes in place of `before`; False, and nothing is changed, if there is no room for more."""
+        used = self.used + after - before
+        room = self.limit if after <= small or self.used == before else self.limit - self.limit // 8  # one alone may have all
+        if after > before and used > room:
+            return False
+        self.used = used
+        return True
+
+
 class Lanes:
     """Threads for the CPU work of requests (parsing, rendering, tokenising), so that the event loop stays free.
 
@@ -182,14 +208,74 @@ class Lanes:
 
     def __init__(self, large: int) -> None:
         self._large_size = large
-        self._small = ThreadPoolExecutor(max_workers=2, thread_name_prefix="forebay-encode")
-        self._large = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forebay-encode-large")
+        self._small = Lane("forebay-encode", 2)
+        self._large = Lane("forebay-encode-large", 1)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """Run `work` in the lane for a body of `size` bytes. Cancelling drops work that has not begun."""
         lane = self._large if size > self._large_size else self._small
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        return await asyncio.wrap_future(lane.submit(work))
 
     def close(self) -> None:
+        """Drop what has not begun. What has is not waited for, nor does the end of the process wait for it."""
         for lane in (self._small, self._large):
-            lane.shutdown(wait=False, cancel_futures=True)
+            lane.close()
+
+
+class Lane:
+    """A few threads, made when there is work. `ThreadPoolExecutor` would keep the process alive until the last of them is done."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name, self._most = name, threads
+        self._threads = 0
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[_Task[Any] | None] = SimpleQueue()
+        self._closed = False
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        task = _Task(work)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the lanes are closed")
+            self._queue.put(task)
+            if self._threads < self._most:
+                threading.Thread(target=self._run, name=f"{self._name}_{self._threads}", daemon=True).start()
+                self._threads += 1
+        return task.future
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(Empty):
+                while True:
+                    if (task := self._queue.get_nowait()) is not None:
+                        task.future.cancel()
+            for _ in range(self._threads):
+                self._queue.put(None)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+            del task
+
+
+class _Task(Generic[T]):
+    """Work and what comes of it. Cancelled work is let go of at once, with the megabytes it is about, not when its turn comes."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = held = [work]
+        self.future: Future[T] = Future()
+        # Not a method of this task: in a circle with its future it would keep the result until the garbage is collected.
+        self.future.add_done_callback(lambda future: held.clear())
+
+    def run(self) -> None:
+        work = self._work[:]
+        if not work or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work.pop()()
+        except BaseException as error:
+            self.future.set_exception(error)
+            del self  # which the frames of the error hold, and with it the error
+        else:
+            self.future.set_result(result)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from forebay.server.errors import field_path
 from forebay.server.exchange import Exchange
+from forebay.server.ignored import MAX_NAMED
 from forebay.server.messages_events import PING, Message, MessageWriter, encode, failing
 from forebay.server.messages_input import Translated, translate
 from forebay.server.patience import PatientReply
-from forebay.server.protocol import MAX_NAMED, ChatCall, parse_chat
+from forebay.server.protocol import ChatCall, parse_chat
 from forebay.server.sse import EventStream
 from forebay.server.turns import Job, Turns
-
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class MessagesRoute:
@@ -27,7 +25,7 @@ class MessagesRoute:
         self._counting = counting
 
     async def __call__(self, exchange: Exchange) -> None:
-        await self._turns.run(exchange, lambda data: self._serve(exchange, data))
+        await self._turns.run(exchange, lambda data: self._serve(exchange, data), needs_engine=not self._counting)
 
     async def _serve(self, exchange: Exchange, data: bytes) -> None:
         turns = self._turns
@@ -48,19 +46,18 @@ class MessagesRoute:
         given = translate(body, thinking_default=thinks, counting=self._counting)
         if isinstance(model, str) and model.startswith("claude") and options.map_claude_models and model not in self._turns.names:
             model = self._turns.names[0]
+        also = [*(field_path(name) or name for name in given.ignored), *given.unknown]
         with given.own_terms():
-            call = parse_chat({"model": model, **given.chat}, options, self._turns.engine.tokenizer)
+            call = parse_chat({"model": model, **given.chat}, options, self._turns.engine.tokenizer, also=also, rename=given.paths.find)
         given.drop_conversation()
-        ignored = [field_path(name) or name for name in (*given.ignored, *map(given.paths.find, call.ignored))]
-        named = [name for name in given.unknown if _NAME.fullmatch(name)]  # the client's own text: only what is safe in a header
-        return given, replace(call, ignored=tuple(dict.fromkeys([*ignored, *named]))[:MAX_NAMED], unknown=given.unknown)
+        return given, replace(call, unknown=given.unknown[:MAX_NAMED])
 
     async def _count(self, exchange: Exchange, given: Translated, call: ChatCall, size: int) -> None:
         """Never waits for the engine, nor is it refused for being longer than the engine takes: clients count to see whether it is."""
         with given.own_terms():
-            prompt = await self._turns.encode(exchange, call, size, limited=False)
-        exchange.notes.update(prompt_tokens=len(prompt.token_ids))
-        await exchange.reply_json(200, {"input_tokens": len(prompt.token_ids)})
+            tokens = await self._turns.count(exchange, call, size)
+        exchange.notes.update(prompt_tokens=tokens)
+        await exchange.reply_json(200, {"input_tokens": tokens})
 
     async def _prepare(self, exchange: Exchange, given: Translated, call: ChatCall, size: int) -> tuple[Job, MessageWriter]:
         with given.own_terms():
@@ -70,9 +67,9 @@ class MessagesRoute:
         return job, MessageWriter(job, model=given.model or job.model, context=context, shows_thinking=given.shows_thinking)
 
     async def _whole(self, exchange: Exchange, given: Translated, call: ChatCall, size: int) -> None:
-        job, writer = await self._prepare(exchange, given, call, size)
         message = Message()
         async with PatientReply(exchange, self._turns.options) as reply:
+            job, writer = await self._prepare(exchange, given, call, size)
             with given.own_terms():
                 async with aclosing(self._turns.events(job.requests)) as events:
                     async for _, event in events:

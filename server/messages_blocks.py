@@ -10,8 +10,7 @@ import base64
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forebay.server.body import json_type
-from forebay.server.field_errors import bad
+from forebay.server.field_errors import bad, object_at, string_at, wrong_type
 
 _SEAL = "thought1."
 
@@ -19,30 +18,14 @@ Block = Mapping[str, Any]
 Part = dict[str, Any]
 
 
-def wrong_type(path: str, expected: str, value: Any) -> Exception:
-    return bad(path, f"Invalid type for '{path}': expected {expected}, but got {json_type(value)} instead.", "invalid_type")
-
-
 def text_at(parent: Block, name: str, where: str) -> str:
     """The string under `name`. Raises RequestError: missing, another type."""
-    value = parent.get(name)
-    path = f"{where}.{name}"
-    if value is None:
-        raise bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
-    if not isinstance(value, str):
-        raise wrong_type(path, "a string", value)
-    return value
+    return string_at(parent.get(name), f"{where}.{name}")
 
 
 def object_in(parent: Block, name: str, where: str) -> Block:
     """The object under `name`. Raises RequestError: missing, another type."""
-    value = parent.get(name)
-    path = f"{where}.{name}" if where else name
-    if value is None:
-        raise bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
-    if not isinstance(value, Mapping):
-        raise wrong_type(path, "an object", value)
-    return value
+    return object_at(parent.get(name), f"{where}.{name}" if where else name)
 
 
 def each_block(value: Any, where: str) -> Iterator[tuple[Block, str, str]]:

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.model.errors import ForebayError, RequestError
+from forebay.model.errors import ForebayError
+from forebay.server.chat_names import IGNORED
 from forebay.server.errors import HttpError
-from forebay.server.field_errors import bad
+from forebay.server.field_errors import array_at, bad, empty, missing, unsupported, wrong_type
+from forebay.server.field_paths import FieldPaths
+from forebay.server.ignored import unread
 from forebay.server.messages_blocks import (
     Block,
     Part,
@@ -25,17 +28,17 @@ from forebay.server.messages_blocks import (
     text_at,
     text_part,
     thinking_of,
-    wrong_type,
 )
-from forebay.server.messages_paths import FieldPaths
 from forebay.server.messages_tools import choice, functions
+from forebay.server.protocol import KNOWN
 
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 
 # The same in both protocols. Those of the second line are not Anthropic's.
 _SAME = (
     "max_tokens", "temperature", "top_p", "top_k", "stream",
-    "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "cache_salt", "priority", "forebay",
+    "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "cache_salt", "extra_key", "priority", "request_id",
+    "rid", "forebay",
 )  # fmt: skip
 _READ = frozenset({"model", "messages", "system", "thinking", "output_config", "output_format", "stop_sequences", "tools", "tool_choice"})
 _IGNORED = frozenset(
@@ -44,6 +47,15 @@ _IGNORED = frozenset(
         "diagnostics", "user_profile_id",
     }
 )  # fmt: skip
+
+# Of chat completions, and harmless here: how much a stream tells, and what the answer has no place for.
+_HARMLESS = frozenset({"stream_options", "stream_interval", "stream_reasoning", "return_token_ids", "return_tokens_as_token_ids"})
+# The others of chat completions would change the answer: they are refused unless they ask for what is done anyhow.
+_CHAT_ONLY = KNOWN - IGNORED - _HARMLESS - _READ - _IGNORED - frozenset(_SAME)
+_AS_IT_IS: dict[str, Any] = {
+    "n": 1, "best_of": 1, "parallel_tool_calls": True, "add_generation_prompt": True, "include_reasoning": True, "separate_reasoning": True,
+    "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0, "min_tokens": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,7 @@ class Translated:
         except ForebayError as error:
             if error.lengths is not None:
                 raise _too_long(*error.lengths, self.chat.get("max_tokens") or 0) from error
-            if isinstance(error, RequestError):
-                raise self.paths.renamed(error) from error
+            self.paths.translate(error)
             raise
 
 
@@ -101,13 +112,16 @@ def translate(body: Mapping[str, Any], *, thinking_default: bool, counting: bool
     body = {name: value for name, value in body.items() if value is not None}
     paths = FieldPaths()
     chat = {name: body[name] for name in _SAME if name in body and not (counting and name in ("max_tokens", "stream"))}
-    ignored = [name for name in body if name in _IGNORED]
-    unknown = tuple(name for name in body if name not in _IGNORED and name not in _READ and name not in _SAME)
+    for name in sorted(_CHAT_ONLY & body.keys()):
+        value, usual = body[name], _AS_IT_IS.get(name, False)
+        if value not in ("", [], {}) and not (type(value) is type(usual) and value == usual):
+            raise unsupported(name, "it belongs to chat completions, POST /v1/chat/completions")
+    known = _IGNORED | _HARMLESS | _CHAT_ONLY | IGNORED
+    ignored = [name for name in body if name in known and name not in _READ]
+    unknown = tuple(name for name in body if name not in known and name not in _READ and name not in _SAME)
 
     if "stop_sequences" in body:
-        if not isinstance(body["stop_sequences"], list):
-            raise wrong_type("stop_sequences", "an array", body["stop_sequences"])
-        chat["stop"] = body["stop_sequences"]
+        chat["stop"] = array_at(body["stop_sequences"], "stop_sequences")
         paths.put("stop", "stop_sequences")
     shows = True
     thinks = thinking_default
@@ -115,7 +129,8 @@ def translate(body: Mapping[str, Any], *, thinking_default: bool, counting: bool
         thinking = object_in(body, "thinking", "")
         thinks = text_at(thinking, "type", "thinking") != "disabled"
         shows = thinking.get("display") != "omitted"
-        ignored += [f"thinking.{name}" for name in ("budget_tokens",) if thinking.get(name) is not None]
+        ignored += unread(thinking, "thinking", ("type", "display"))
+        ignored += ["thinking.display"] if thinking.get("display") not in (None, "omitted", "summarized") else []
     chat["thinking"] = {"type": "enabled" if thinks else "disabled"}
     ignored += _output(body, chat, paths)
     if "tools" in body:
@@ -123,6 +138,7 @@ def translate(body: Mapping[str, Any], *, thinking_default: bool, counting: bool
         ignored += left_out
     if "tool_choice" in body:
         chat["tool_choice"], parallel = choice(body["tool_choice"])
+        ignored += unread(body["tool_choice"], "tool_choice", ("type", "name", "disable_parallel_tool_use"))
         if not parallel:
             chat["parallel_tool_calls"] = False
     history = _History(paths)
@@ -146,7 +162,7 @@ def _output(body: Mapping[str, Any], chat: dict[str, Any], paths: FieldPaths) ->
             paths.put("reasoning_effort", "output_config.effort")
         if config.get("format") is not None:
             style, where = config["format"], "output_config.format"
-        ignored += [f"output_config.{name}" for name in ("task_budget",) if config.get(name) is not None]
+        ignored += unread(config, "output_config", ("effort", "format"))
     if style is not None:
         if not isinstance(style, Mapping):
             raise wrong_type(where, "an object", style)
@@ -154,6 +170,7 @@ def _output(body: Mapping[str, Any], chat: dict[str, Any], paths: FieldPaths) ->
         if kind != "json_schema":
             raise bad(f"{where}.type", f"Unsupported value: '{where}.type' must be json_schema, got '{kind[:64]}'.", "unsupported_value")
         schema = object_in(style, "schema", where)
+        ignored += unread(style, where, ("type", "schema"))
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         paths.put("response_format", where)
         paths.put("response_format.json_schema", where)
@@ -169,12 +186,8 @@ class _History:
         self._paths = paths
 
     def read(self, messages: Any) -> None:
-        if messages is None:
-            raise bad("messages", "Missing required parameter: 'messages'.", "missing_required_parameter")
-        if not isinstance(messages, list):
-            raise wrong_type("messages", "an array", messages)
-        if not messages:
-            raise bad("messages", "Invalid 'messages': empty array. Expected at least one item.", "empty_array")
+        if not array_at(messages, "messages"):
+            raise empty("messages")
         for i, message in enumerate(messages):
             where = f"messages.{i}"
             if not isinstance(message, Mapping):
@@ -182,7 +195,7 @@ class _History:
             role = text_at(message, "role", where)
             content = message.get("content")
             if content is None:
-                raise bad(f"{where}.content", f"Missing required parameter: '{where}.content'.", "missing_required_parameter")
+                raise missing(f"{where}.content")
             if role in ("system", "developer"):
                 self.system(content, f"{where}.content")
             elif role not in ("user", "assistant"):
@@ -201,7 +214,7 @@ class _History:
         if isinstance(content, str):
             if text := _BILLING.sub("", content, 1) if _BILLING.match(content) else content:
                 self._add({"role": "system", "content": text}, where)
-                self._paths.put(f"messages.{len(self.messages) - 1}.content", where)
+                self._paths.put(f"messages[{len(self.messages) - 1}].content", where)
             return
         parts: list[tuple[Part, str]] = []
         for block, kind, path in each_block(content, where):
@@ -232,12 +245,12 @@ class _History:
             results = True
             number = len(self.messages)
             self._add({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": result_content(block, path)}, path)
-            self._paths.put(f"messages.{number}.tool_call_id", f"{path}.tool_use_id")
+            self._paths.put(f"messages[{number}].tool_call_id", f"{path}.tool_use_id")
         if parts or not results:
             self._add_parts("user", parts, where)
 
     def _assistant(self, content: Any, where: str) -> None:
-        number = f"messages.{len(self.messages)}"
+        number = f"messages[{len(self.messages)}]"
         texts: list[tuple[Part, str]] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
@@ -249,7 +262,7 @@ class _History:
                 thoughts.append(thinking_of(block, path))
                 self._paths.put(f"{number}.reasoning_content", f"{path}.thinking")
             elif kind == "tool_use":
-                call = f"{number}.tool_calls.{len(calls)}"
+                call = f"{number}.tool_calls[{len(calls)}]"
                 self._paths.put(call, path)
                 self._paths.put(f"{call}.function", path)
                 self._paths.put(f"{call}.function.arguments", f"{path}.input")
@@ -263,16 +276,16 @@ class _History:
             self._add({"role": "assistant", "content": None, **message}, where)
 
     def _add(self, message: dict[str, Any], where: str) -> None:
-        self._paths.put(f"messages.{len(self.messages)}", where)
+        self._paths.put(f"messages[{len(self.messages)}]", where)
         self.messages.append(message)
 
     def _add_parts(self, role: str, parts: list[tuple[Part, str]], where: str, more: Block | None = None) -> None:
         number = len(self.messages)
         self._add({"role": role, "content": [part for part, _ in parts], **(more or {})}, where)
         for k, (part, path) in enumerate(parts):
-            self._paths.put(f"messages.{number}.content.{k}", path)
+            self._paths.put(f"messages[{number}].content[{k}]", path)
             if part["type"] == "image_url":
-                self._paths.put(f"messages.{number}.content.{k}.image_url", f"{path}.source")
+                self._paths.put(f"messages[{number}].content[{k}].image_url", f"{path}.source")
 
 
 def _call(block: Block, where: str) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forebay.server.field_errors import bad
-from forebay.server.messages_blocks import Block, text_at, wrong_type
-from forebay.server.messages_paths import FieldPaths
+from forebay.server.field_errors import array_at, bad, boolean_at, wrong_type
+from forebay.server.field_paths import FieldPaths
+from forebay.server.messages_blocks import Block, text_at
 
 
 def _schema(required: list[str], **properties: str | dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +51,9 @@ def functions(tools: Any, paths: FieldPaths) -> tuple[list[dict[str, Any]], list
 
     Raises RequestError: wrong type, no name.
     """
-    if not isinstance(tools, list):
-        raise wrong_type("tools", "an array", tools)
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for i, tool in enumerate(tools):
+    for i, tool in enumerate(array_at(tools, "tools")):
         where = f"tools.{i}"
         if not isinstance(tool, Mapping):
             raise wrong_type(where, "an object", tool)
@@ -63,7 +61,7 @@ def functions(tools: Any, paths: FieldPaths) -> tuple[list[dict[str, Any]], list
         if function is None:
             left_out.append(where)
             continue
-        chat = f"tools.{len(found)}"
+        chat = f"tools[{len(found)}]"
         paths.put(chat, where)
         paths.put(f"{chat}.function", where)
         paths.put(f"{chat}.function.parameters", f"{where}.input_schema")
@@ -90,8 +88,8 @@ def choice(value: Any) -> tuple[Any, bool]:
         raise wrong_type("tool_choice", "an object", value)
     kind = text_at(value, "type", "tool_choice")
     parallel = value.get("disable_parallel_tool_use")
-    if parallel is not None and not isinstance(parallel, bool):
-        raise wrong_type("tool_choice.disable_parallel_tool_use", "a boolean", parallel)
+    if parallel is not None:
+        boolean_at(parallel, "tool_choice.disable_parallel_tool_use")
     if kind == "tool":
         return {"type": "function", "function": {"name": text_at(value, "name", "tool_choice")}}, not parallel
     modes = {"auto": "auto", "any": "required", "none": "none"}

@@ -5,60 +5,23 @@ Messages, tools, response format and reasoning controls are the chat encoding's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from forebay.engine.types import MAX_LOGPROBS, PrefillMode, ReplayMode, SamplingParams
+from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
-from forebay.server.chat_input import take_input
+from forebay.server.chat_names import ENCODED, IGNORED, UNSUPPORTED, names_without_effect
 from forebay.server.constraints import STRUCTURED
-from forebay.server.field_errors import bad, invalid, refusal, short, unsupported
-from forebay.server.limits import ServerOptions
-
-# Known fields of OpenAI and of other servers that change nothing here; a response header names those that were sent.
-IGNORED = frozenset(
-    {
-        "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier",
-        "verbosity", "prediction", "web_search_options", "moderation", "user", "user_id", "session_id", "skip_special_tokens",
-        "spaces_between_special_tokens", "kv_transfer_params",
-        "bootstrap_host", "bootstrap_port", "bootstrap_room", "vllm_xargs", "lora_path", "data_parallel_rank", "return_hidden_states",
-        "input_ids", "cache_prompt", "id_slot", "n_keep", "timings_per_token",
-    }
-)
-
-# Fields whose silent loss would change the meaning of the answer.
-UNSUPPORTED = frozenset(
-    {
-        "audio", "chat_template", "truncate_prompt_tokens", "guided_grammar", "ebnf", "grammar", "best_of", "use_beam_search",
-    }
-)
-
-# Read by the chat encoding from the body itself.
-ENCODED = frozenset(
-    {
-        "messages", "tools", "tool_choice", "functions", "function_call", "response_format", "reasoning_effort", "thinking",
-        "enable_thinking", "reasoning", "drop_thinking", "continue_final_message", "task", "chat_template_kwargs", "output_config", "input",
-    }
-)
-
-# What is read of these objects; the other names in them change nothing.
-_READ_INSIDE = {
-    "chat_template_kwargs": frozenset({"thinking", "enable_thinking", "reasoning_effort", "drop_thinking"}),
-    "reasoning": frozenset({"enabled", "effort", "exclude", "max_tokens"}),
-    "output_config": frozenset({"effort"}),
-}
-
-# Names that give way to another one when both are sent.
-_OVERRULED = {
-    "max_tokens": "max_completion_tokens", "functions": "tools", "function_call": "tool_choice", "extra_key": "cache_salt",
-    "rid": "request_id", "input": "messages",
-}  # fmt: skip
-
-MAX_NAMED = 20
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+from forebay.server.field_errors import Salt, bad, invalid, refusal, short, too_many, unsupported
+from forebay.server.field_paths import FieldPaths
+from forebay.server.ignored import MAX_NAMED, ignored
+from forebay.server.limits import Lanes, ServerOptions
+from forebay.server.responses_items import take_input
+from forebay.server.token_fields import banned_words, bias_by_id, check_token_ids
 
 
 def _integral(value: Any) -> Any:
@@ -70,20 +33,23 @@ def _one_or_many(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
-Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """Fields of a JSON body: of exactly the types they state, in ranges they state; what else the body holds is not looked at."""
+
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
+    """What a stream tells beside the answer. Usage comes only where `include_usage` is true: absent, null and false are the same."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ForebayOptions(_Body):
+class ForebayOptions(Body):
     """`explain` asks for the `forebay` object in the answer; the others override the server's setting of the same name.
 
     `prefill`: how a prompt is computed. `replay`: how a lost window is rebuilt. `max_lineage`: cached blocks with more bounded replays
@@ -98,7 +64,7 @@ class ForebayOptions(_Body):
     max_lineage: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
 
 
-class ChatRequest(_Body):
+class ChatRequest(Body):
     """The fields of POST /v1/chat/completions that are read here; None means absent. What may be megabytes is not kept."""
 
     model: str | None = None
@@ -154,26 +120,36 @@ KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED | 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """A validated request. `body` is what the chat encoding reads, the request without its null fields; the encoder's caller clears it."""
+    """A validated request. `body` is what the chat encoding reads, the request without its null fields; the encoder's caller clears it.
+
+    Attributes:
+        ignored: names for the response header. unknown: some of those that no server knows, for the metrics.
+        logit_bias: by token id; the banned words are in it once `with_bans` has found their tokens.
+        echoes: text of the message that the answer continues, if it is to be repeated in front of it.
+        predicted: the request holds a guess of its answer, which is not used; usage says so.
+        paths: of a conversation that came as `input`, to the client's own fields.
+        default_output: the protocol's own output limit in tokens of a request that states none.
+    """
 
     fields: ChatRequest
     body: dict[str, Any]
     shows_reasoning: bool
-    ignored: tuple[str, ...]  # names for the response header
-    unknown: tuple[str, ...]  # names that no server knows, for the metrics
-    logit_bias: Mapping[int, float]  # the banned words are in it
-    echoes: str = ""  # text of the message that the answer continues, if it is to be repeated in front of it
-    places: tuple[str, ...] = ()  # where each message stands in the client's own body, if not under `messages`
-    default_output: int | None = None  # the protocol's own output limit in tokens of a request that states none
+    ignored: tuple[str, ...]
+    unknown: tuple[str, ...]
+    logit_bias: Mapping[int, float]
+    echoes: str = ""
+    predicted: bool = False
+    paths: FieldPaths | None = None
+    default_output: int | None = None
 
     @property
     def stream(self) -> bool:
         return bool(self.fields.stream)
 
     @property
-    def include_usage(self) -> bool | None:
-        """Usage of a stream: True in a chunk of its own at the end, None on the last finish chunk, False not at all."""
-        return None if self.fields.stream_options is None else self.fields.stream_options.include_usage
+    def include_usage(self) -> bool:
+        """Usage of a stream, in a chunk of its own at the end with null before: only if asked for. Some clients refuse it otherwise."""
+        return self.fields.stream_options is not None and bool(self.fields.stream_options.include_usage)
 
     @property
     def running_usage(self) -> bool:
@@ -229,15 +205,35 @@ class ChatCall:
         )
 
 
-def parse_chat(body: dict[str, Any], options: ServerOptions, tokenizer: Tokenizer) -> ChatCall:
+def parse_chat(
+    body: dict[str, Any],
+    options: ServerOptions,
+    tokenizer: Tokenizer,
+    *,
+    also: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
+) -> ChatCall:
     """Validate a request body. Cheap checks of sizes come first, so that a request with too many items costs little.
+
+    Args:
+        also: names that are ignored already. rename: from a path of `body` to the client's own, for the names that are ignored here.
 
     Raises RequestError naming the field and the limit.
     """
     body = {name: value for name, value in body.items() if value is not None}
-    places: tuple[str, ...] = ()
-    if "messages" not in body and "input" in body:
-        places = take_input(body, options.max_messages)
+    if "messages" in body or "input" not in body:
+        return _parse(body, options, tokenizer, also, rename)
+    paths, left_out = take_input(body, options.max_messages)
+    try:
+        return replace(_parse(body, options, tokenizer, [*also, *left_out], paths.find), paths=paths)
+    except ForebayError as error:
+        paths.translate(error)
+        raise
+
+
+def _parse(
+    body: dict[str, Any], options: ServerOptions, tokenizer: Tokenizer, also: Sequence[str], rename: Callable[[str], str] | None
+) -> ChatCall:
     _check_sizes(body, options)
     try:
         fields = ChatRequest.model_validate(body)
@@ -247,38 +243,33 @@ def parse_chat(body: dict[str, Any], options: ServerOptions, tokenizer: Tokenize
     _check_together(fields, options)
     check_token_ids("stop_token_ids", fields.stop_token_ids or (), tokenizer)
     check_token_ids("allowed_token_ids", fields.allowed_token_ids or (), tokenizer)
-    bias = _logit_bias(fields.logit_bias or {}, tokenizer) | banned_words(fields.bad_words or (), tokenizer)
-    unknown = tuple(name for name in body if name not in KNOWN)
+    bias = bias_by_id(fields.logit_bias or {}, tokenizer)
+    unknown = [name for name in body if name not in KNOWN]
+    names = names_without_effect(body)
     reasoning = body.get("reasoning")
     hidden = fields.include_reasoning is False or (isinstance(reasoning, dict) and reasoning.get("exclude") is True)
-    echoes = _continued_text(body, fields) if fields.echo else ""
-    return ChatCall(fields, body, not hidden, _ignored_names(body, fields, unknown), unknown, bias, echoes, places)
+    return ChatCall(
+        fields,
+        body,
+        shows_reasoning=not hidden,
+        ignored=ignored([*also, *(names if rename is None else map(rename, names)), *unknown]),
+        unknown=tuple(unknown[:MAX_NAMED]),
+        logit_bias=bias,
+        echoes=_continued_text(body, fields) if fields.echo else "",
+        predicted="prediction" in body,
+    )
 
 
-def check_token_ids(field: str, ids: Any, tokenizer: Tokenizer) -> None:
-    """Refuse ids that the model has no row for, and the image placeholder, which stands for rows that text cannot produce."""
-    for i, token_id in enumerate(ids):
-        _check_token_id(f"{field}[{i}]", token_id, tokenizer)
+async def with_bans(call: ChatCall, lanes: Lanes, tokenizer: Tokenizer) -> ChatCall:
+    """`call` with the tokens of its banned words, which are looked for off the loop: the words of a small body may take long.
 
-
-def _check_token_id(path: str, token_id: int, tokenizer: Tokenizer) -> None:
-    if not 0 <= token_id < tokenizer.vocab_size:
-        raise invalid(path, f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {short(token_id)}")
-    if token_id == tokenizer.image_id:
-        raise invalid(path, f"token id {token_id} is the placeholder of images")
-
-
-def banned_words(words: Sequence[str], tokenizer: Tokenizer) -> dict[int, float]:
-    """A ban for the token of each word, as it is and after a space. Raises RequestError for a word that takes several tokens."""
-    bans: dict[int, float] = {}
-    for i, word in enumerate(words):
-        for text in dict.fromkeys((word, f" {word.lstrip()}")):
-            ids = tokenizer.encode(text)
-            if len(ids) != 1:
-                rule = f"only words of one token can be banned, and {short(text)} takes {len(ids)}; 'stop' ends the answer at any text"
-                raise bad(f"bad_words[{i}]", f"Invalid 'bad_words[{i}]': {rule}.", "unsupported_value")
-            bans[ids[0]] = -100.0
-    return bans
+    Raises RequestError for a word that takes several tokens.
+    """
+    words = call.fields.bad_words
+    if not words:
+        return call
+    bans = await lanes.run(sum(map(len, words)), lambda: banned_words(words, tokenizer))
+    return replace(call, logit_bias={**call.logit_bias, **bans})
 
 
 def _continued_text(body: Mapping[str, Any], fields: ChatRequest) -> str:
@@ -291,16 +282,6 @@ def _continued_text(body: Mapping[str, Any], fields: ChatRequest) -> str:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
     return "\n\n".join(text for text in texts if isinstance(text, str))
-
-
-def _logit_bias(given: Mapping[str, float], tokenizer: Tokenizer) -> dict[int, float]:
-    bias: dict[int, float] = {}
-    for key, value in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise invalid("logit_bias", f"keys are token ids in decimal digits, got {short(key)}")
-        _check_token_id(f"logit_bias[{key}]", int(key), tokenizer)
-        bias[int(key)] = value
-    return bias
 
 
 def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
@@ -319,7 +300,7 @@ def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
     for name, limit in limits.items():
         value = body.get(name)
         if isinstance(value, (list, dict)) and len(value) > limit:
-            raise bad(name, f"Invalid '{name}': expected at most {limit} items, got {len(value)}.", "array_above_max_length")
+            raise too_many(name, limit, len(value))
     for name in ("stop", "bad_words"):
         words = _one_or_many(body.get(name))
         for i, word in enumerate(words if isinstance(words, list) else ()):
@@ -353,35 +334,13 @@ def _check_together(fields: ChatRequest, options: ServerOptions) -> None:
     if fields.prompt_logprobs is not None and fields.stream:
         text = "Unsupported value: 'prompt_logprobs' come with a whole answer only; leave 'stream' out."
         raise bad("prompt_logprobs", text, "unsupported_value")
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "it is only allowed when 'stream' is true")
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid("top_logprobs", "it requires 'logprobs' to be true")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     if fields.min_tokens is not None and asked is not None and fields.min_tokens > asked:
         raise invalid("min_tokens", f"expected at most the output limit of {asked} tokens, got {fields.min_tokens}")
-
-
-def _ignored_names(body: dict[str, Any], fields: ChatRequest, unknown: tuple[str, ...]) -> tuple[str, ...]:
-    names = [name for name in body if name in IGNORED]
-    names += [name for name, other in _OVERRULED.items() if name in body and other in body]
-    if fields.stream_options is not None:
-        if not fields.stream:  # clients that toggle `stream` alone
-            names.append("stream_options")
-        elif fields.stream_options.include_obfuscation:
-            names.append("stream_options.include_obfuscation")
-    if not fields.stream:
-        names += [name for name in ("stream_interval", "stream_reasoning") if name in body]
-    for name, read in _READ_INSIDE.items():
-        if isinstance(body.get(name), dict):
-            names += [f"{name}.{inner}" for inner in body[name] if inner not in read and is_name(inner)]
-    # An unknown name is the client's own text: only what is safe in a header and useful to a reader.
-    names += [name for name in unknown if is_name(name)]
-    more = len(names) - MAX_NAMED
-    return (*names[:MAX_NAMED], f"{more} more") if more > 0 else tuple(names)
-
-
-def is_name(name: str) -> bool:
-    """Whether the client's own text may stand in a response header."""
-    return 0 < len(name) <= 64 and _NAME_CHARACTERS.issuperset(name)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -59,9 +59,9 @@ class ResponsesRoute(_Route):
         model = fields.model or self._turns.names[0]
         writer = ResponseWriter(suffix, model, asked.echo, asked.tools, summary=asked.summary, encrypted=asked.encrypted)
         if not asked.call.stream:
-            job = await self._prepare(exchange, asked, size, writer)
-            del asked
             async with PatientReply(exchange, self._turns.options) as reply:
+                job = await self._prepare(exchange, asked, size, writer)
+                del asked
                 await self._whole(exchange, job, writer, reply)
             return
         comment = self._turns.options.keepalive_comment_s
@@ -120,20 +120,20 @@ class ResponsesRoute(_Route):
 
 
 class InputTokensRoute(_Route):
-    """The handler that counts the tokens of a request without running it."""
+    """The handler that counts the tokens of a request without running it: however many, and whatever the engine does."""
 
     async def __call__(self, exchange: Exchange) -> None:
-        await self._turns.run(exchange, lambda data: self._serve(exchange, data))
+        await self._turns.run(exchange, lambda data: self._serve(exchange, data), needs_engine=False)
 
     async def _serve(self, exchange: Exchange, data: bytes) -> None:
         asked, size = await self._read(exchange, data)
         try:
-            prompt = await self._turns.encode(exchange, asked.call, size)
+            tokens = await self._turns.count(exchange, asked.call, size)
         except ForebayError as error:
             asked.paths.translate(error)
             raise
-        exchange.notes.update(prompt_tokens=len(prompt.token_ids))
-        await exchange.reply_json(200, {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
+        exchange.notes.update(prompt_tokens=tokens)
+        await exchange.reply_json(200, {"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def refuse_get(exchange: Exchange) -> None:

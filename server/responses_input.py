@@ -6,20 +6,19 @@ there. What is ignored is named; what would silently change the conversation is 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
-from forebay.server.body import json_type
-from forebay.server.errors import field_path
-from forebay.server.field_errors import bad, invalid, short, unsupported
+from forebay.server.chat_names import IGNORED
+from forebay.server.field_errors import array_at, bad, boolean_at, invalid, object_at, short, string_at, unsupported, wrong_type
+from forebay.server.field_paths import FieldPaths
+from forebay.server.ignored import MAX_NAMED, unread
 from forebay.server.limits import ServerOptions
-from forebay.server.protocol import IGNORED, KNOWN, MAX_NAMED, ChatCall, parse_chat
-from forebay.server.responses_items import History
-from forebay.server.responses_tools import ToolName, array_at, object_at, read_choice, read_tools, string_at
+from forebay.server.protocol import KNOWN, ChatCall, parse_chat
+from forebay.server.responses_items import FORMAT_PATHS, chat_format, read_conversation
+from forebay.server.responses_tools import ToolName, read_choice, read_tools
 
 # Codex sends no limit and takes an answer that met one for a failure that it repeats.
 DEFAULT_OUTPUT = 131_072
@@ -35,32 +34,8 @@ _OWN = frozenset(
 )  # fmt: skip
 _IGNORED = IGNORED | {"client_metadata", "context_management", "max_tool_calls", "stream_options"}
 _NOT_HERE = frozenset({"messages", "return_token_ids"})  # of chat completions; nothing in this protocol's answer could carry them
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
-
-
-class FieldPaths:
-    """Paths of fields in a chat body and what the client calls them."""
-
-    def __init__(self, paths: Mapping[str, str]) -> None:
-        self._paths = paths
-
-    def original(self, param: str) -> str:
-        """`messages[3].content[0].text` -> `input[2].content[0].text`; a path that no other field became stays as it is."""
-        path = field_path(param) or ""
-        for end in (len(path), *(found.start() for found in reversed(list(re.finditer(r"[.\[]", path))))):
-            if (known := self._paths.get(path[:end])) is not None:
-                return known + path[end:]
-        return path
-
-    def translate(self, error: ForebayError) -> None:
-        """Let an error about the chat body speak of the client's fields."""
-        if not error.param:
-            return
-        path = self.original(error.param)
-        if error.code != "context_length_exceeded":  # clients know that sentence by heart
-            for old in {error.param, field_path(error.param) or ""}:
-                error.message = re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", lambda _: path, error.message)
-        error.param = path
+_READ_OF_REASONING = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary", "generate_summary"})
+_READ_OF_CHOICE = frozenset({"type", "name", "namespace", "function", "custom", "allowed_tools", "mode", "tools"})
 
 
 @dataclass(frozen=True)
@@ -87,10 +62,7 @@ def read_responses(body: dict[str, Any], options: ServerOptions, tokenizer: Toke
     body = {name: value for name, value in body.items() if value is not None}
     ignored = _check_state(body)
     paths: dict[str, str] = {"messages": "input"}
-    history = History()
-    if "instructions" in body:
-        history.add_text("system", string_at(body["instructions"], "instructions"), "instructions")
-    _read_input(body, history, options.max_messages)
+    history = read_conversation(body, options.max_messages)
     tools = read_tools(body.get("tools"), options.max_tools)
     choice, choice_left_out = read_choice(body.get("tool_choice"), tools, sent=bool(body.get("tools")))
     include = [string_at(name, f"include[{i}]") for i, name in enumerate(array_at(body.get("include", []), "include", 64))]
@@ -114,23 +86,21 @@ def read_responses(body: dict[str, Any], options: ServerOptions, tokenizer: Toke
         chat["reasoning"] = effort
     style = object_at(text.get("format") or {"type": "text"}, "text.format")
     if "format" in text:
-        chat["response_format"] = _chat_format(style)
-        paths |= {"response_format": "text.format", "response_format.json_schema": "text.format"}
+        chat["response_format"] = chat_format(style)
+        paths |= FORMAT_PATHS
     summary = _summary(reasoning)
 
     ignored += [name for name in body if name in (_IGNORED | _NOT_HERE) - _OWN]
     ignored += [f"include.{name}" for name in include if name not in (ENCRYPTED, LOGPROBS)]
-    ignored += ["text.verbosity"] if text.get("verbosity") is not None else []
-    ignored += ["tool_choice"] if choice_left_out else []
+    ignored += unread(reasoning, "reasoning", _READ_OF_REASONING) + unread(text, "text", ("format",))
+    ignored += ["tool_choice"] if choice_left_out else unread(body.get("tool_choice"), "tool_choice", _READ_OF_CHOICE)
     ignored += [f"tools.{kind}" for kind in tools.left_out] + [f"input.{kind}" for kind in history.left_out]
     where = FieldPaths({**paths, **tools.paths, **history.paths})
     try:
-        call = parse_chat(chat, options, tokenizer)
+        call = parse_chat(chat, options, tokenizer, also=[*ignored, *unknown], rename=where.find)
     except ForebayError as error:
         where.translate(error)
         raise
-    named = dict.fromkeys([*ignored, *(where.original(name) for name in call.ignored), *unknown])
-    names = tuple(name for name in named if _SAFE_NAME.fullmatch(name))[:MAX_NAMED]
     echo = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
@@ -144,23 +114,8 @@ def read_responses(body: dict[str, Any], options: ServerOptions, tokenizer: Toke
         "top_p": body.get("top_p", 1.0),
         "user": body.get("user"),
     }
-    call = replace(call, ignored=names, unknown=unknown, default_output=DEFAULT_OUTPUT)
+    call = replace(call, unknown=unknown[:MAX_NAMED], default_output=DEFAULT_OUTPUT)
     return ResponsesCall(call, echo, tools.names, where, summary is not None, ENCRYPTED in include)
-
-
-def _read_input(body: dict[str, Any], history: History, limit: int) -> None:
-    given = body.get("input")
-    if given is None:
-        raise bad("input", "Missing required parameter: 'input'.", "missing_required_parameter")
-    if isinstance(given, str):
-        history.add_text("user", given, "input")
-    elif isinstance(given, list):
-        if not given:
-            raise bad("input", "Invalid 'input': empty array. Expected at least one item.", "empty_array")
-        history.read(given, limit)
-    else:
-        text = f"Invalid type for 'input': expected a string or an array of items, but got {json_type(given)} instead."
-        raise bad("input", text, "invalid_type")
 
 
 def _check_state(body: dict[str, Any]) -> list[str]:
@@ -172,8 +127,7 @@ def _check_state(body: dict[str, Any]) -> list[str]:
         raise unsupported("prompt", "there are no stored prompt templates; send 'instructions' and 'input'")
     ignored: list[str] = []
     for name in ("background", "store"):
-        if not isinstance(body.get(name, False), bool):
-            raise bad(name, f"Invalid type for '{name}': expected a boolean, but got {json_type(body[name])} instead.", "invalid_type")
+        boolean_at(body.get(name, False), name)
     if body.get("background"):
         raise unsupported("background", "responses are not stored, so nobody could fetch it later")
     if body.get("store"):
@@ -186,16 +140,11 @@ def _check_state(body: dict[str, Any]) -> list[str]:
     for name, off in (("prompt_logprobs", False), ("echo", False), ("separate_reasoning", True)):
         if body.get(name, off) is not off:
             raise unsupported(name, "a response has no place for it")
+    if isinstance(body.get("n"), bool):  # which is equal to 1
+        raise wrong_type("n", "an integer", body["n"])
     if body.get("n", 1) != 1:
         raise bad("n", f"Unsupported value: 'n' is 1 for responses, got {short(body['n'])}.", "unsupported_value")
     return ignored
-
-
-def _chat_format(style: dict[str, Any]) -> dict[str, Any]:
-    """`text.format`, which is flat, as a `response_format`."""
-    if style.get("type") != "json_schema" or "json_schema" in style:
-        return style
-    return {"type": "json_schema", "json_schema": {name: style[name] for name in style if name != "type"}}
 
 
 def _summary(reasoning: dict[str, Any]) -> str | None:

@@ -7,12 +7,14 @@ token as it was written. Items of types that mean nothing here are left out and 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.server.body import json_type
-from forebay.server.field_errors import bad, short, unsupported
-from forebay.server.responses_tools import array_at, object_at, qualified, string_at
+from forebay.server.field_errors import array_at, bad, empty, missing, object_at, short, string_at, unsupported, wrong_type
+from forebay.server.field_paths import FieldPaths
+from forebay.server.ignored import unread
+from forebay.server.responses_tools import qualified
 
 _TEXTS = ("input_text", "output_text", "text")
 _RESULTS = {f"{kind}_output" for kind in ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")}
@@ -60,7 +62,10 @@ class History:
 
     def read(self, items: Any, limit: int) -> None:
         """All input items, in order. Raises RequestError naming the client's field."""
-        for i, entry in enumerate(array_at(items, "input", limit)):
+        entries = array_at(items, "input", limit, "a string or an array of items")
+        if not entries:
+            raise empty("input")
+        for i, entry in enumerate(entries):
             path = f"input[{i}]"
             self._item(object_at(entry, path), path)
         self._close()
@@ -97,7 +102,7 @@ class History:
     def _refuse_reference(self, item: dict[str, Any], path: str) -> None:
         if item.get("type") == "item_reference" or ("id" in item and set(item) <= {"id", "type"}):
             raise unsupported(path, "responses are not stored, so there is nothing an item_reference could name; send the item itself")
-        raise bad(f"{path}.type", f"Missing required parameter: '{path}.type'.", "missing_required_parameter")
+        raise missing(f"{path}.type")
 
     def _message(self, item: dict[str, Any], path: str) -> None:
         given = item.get("role")
@@ -112,7 +117,7 @@ class History:
         answer.spoke = True
         content = item.get("content")
         whole = isinstance(content, str)
-        parts = [{"type": "text", "text": content}] if whole else [] if content is None else array_at(content, f"{path}.content", None)
+        parts = [{"type": "text", "text": content}] if whole else [] if content is None else array_at(content, f"{path}.content")
         for i, entry in enumerate(parts):
             where = f"{path}.content" if whole else f"{path}.content[{i}]"
             part = _part(object_at(entry, where))
@@ -126,7 +131,7 @@ class History:
             self._close()  # reasoning comes first, so this is the next answer; open calls keep their answer until their results
         texts: list[str] = []
         for source, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-            for i, part in enumerate(array_at(item.get(source) or [], f"{path}.{source}", None)):
+            for i, part in enumerate(array_at(item.get(source) or [], f"{path}.{source}")):
                 entry = object_at(part, f"{path}.{source}[{i}]")
                 if entry.get("type") in (kind, "text"):
                     texts.append(string_at(entry.get("text"), f"{path}.{source}[{i}].text"))
@@ -166,10 +171,9 @@ class History:
                     self.paths[f"messages[{number}].content[{i}].file"] = f"{content_path}[{i}]"
             content = parts
         elif content is None:
-            raise bad(content_path, f"Missing required parameter: '{content_path}'.", "missing_required_parameter")
+            raise missing(content_path)
         elif not isinstance(content, str):
-            text = f"Invalid type for '{content_path}': expected a string or an array of parts, but got {json_type(content)} instead."
-            raise bad(content_path, text, "invalid_type")
+            raise wrong_type(content_path, "a string or an array of parts", content)
         self.messages.append({"role": role, "content": content})
 
     def _open(self, path: str) -> _Answer:
@@ -192,3 +196,50 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     if kind == "input_file":
         return {"type": "file", "file": {name: part[name] for name in ("file_data", "filename", "file_id", "file_url") if name in part}}
     return {**part, "type": kind}
+
+
+def read_conversation(body: Mapping[str, Any], limit: int) -> History:
+    """What `instructions` and `input` of a body say, at most `limit` items. Raises RequestError naming the client's field."""
+    history = History()
+    if body.get("instructions") is not None:
+        history.add_text("system", string_at(body["instructions"], "instructions"), "instructions")
+    given = body.get("input")
+    if isinstance(given, str):
+        history.add_text("user", given, "input")
+    else:
+        history.read(given, limit)
+    return history
+
+
+def chat_format(style: dict[str, Any]) -> dict[str, Any]:
+    """`text.format`, which is flat, as a `response_format`."""
+    if style.get("type") != "json_schema" or "json_schema" in style:
+        return style
+    return {"type": "json_schema", "json_schema": {name: style[name] for name in style if name != "type"}}
+
+
+FORMAT_PATHS = {"response_format": "text.format", "response_format.json_schema": "text.format"}
+
+
+def take_input(body: dict[str, Any], limit: int) -> tuple[FieldPaths, list[str]]:
+    """Give a chat body `messages` in place of `input`: some agents send what belongs to Responses to chat completions.
+
+    Replaced are `input`, `instructions`, `max_output_tokens` and `text.format`, unless chat's own name is there too. Returns the paths of
+    the chat body, and the names of what is left out. Raises RequestError naming the client's field.
+    """
+    history = read_conversation(body, limit)
+    for name in ("input", "instructions"):
+        body.pop(name, None)
+    body["messages"] = history.messages
+    paths = {"messages": "input", **history.paths}
+    left_out = [f"input.{kind}" for kind in history.left_out]
+    if "max_output_tokens" in body and "max_completion_tokens" not in body:
+        body["max_completion_tokens"] = body.pop("max_output_tokens")
+        paths["max_completion_tokens"] = "max_output_tokens"
+    text = body.get("text")
+    if isinstance(text, dict) and isinstance(style := text.get("format"), dict) and "response_format" not in body:
+        del body["text"]
+        body["response_format"] = chat_format(style)
+        paths |= FORMAT_PATHS
+        left_out += unread(text, "text", ("format",))
+    return FieldPaths(paths), left_out

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.model.errors import RequestError
-from forebay.server.body import json_type
-from forebay.server.field_errors import bad, invalid, short
+from forebay.server.field_errors import array_at, bad, invalid, object_at, short, string_at
 
 OFFERED = ("function", "custom")
 SEPARATOR = "::"
@@ -110,7 +108,7 @@ def read_choice(value: Any, tools: Tools, sent: bool) -> tuple[Any, bool]:
     path = "tool_choice"
     if isinstance(choice.get("allowed_tools"), dict):
         choice, path = choice["allowed_tools"], "tool_choice.allowed_tools"
-    entries = [object_at(entry, f"{path}.tools[{i}]") for i, entry in enumerate(array_at(choice.get("tools"), f"{path}.tools", None))]
+    entries = [object_at(entry, f"{path}.tools[{i}]") for i, entry in enumerate(array_at(choice.get("tools"), f"{path}.tools"))]
     allowed = [(i, entry) for i, entry in enumerate(entries) if _kind(entry, f"{path}.tools[{i}]") in OFFERED]
     left_out = len(allowed) < len(entries)
     if not allowed and choice.get("mode", "auto") == "auto":
@@ -135,33 +133,3 @@ def qualified(entry: dict[str, Any], path: str) -> str:
 
 def _kind(tool: dict[str, Any], path: str) -> str:
     return "function" if tool.get("type") is None else string_at(tool["type"], f"{path}.type")
-
-
-# ---- checked values
-
-
-def string_at(value: Any, path: str) -> str:
-    if value is None:
-        raise bad(path, f"Missing required parameter: '{path}'.", "missing_required_parameter")
-    if not isinstance(value, str):
-        raise _wrong(path, "a string", value)
-    return value
-
-
-def object_at(value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong(path, "an object", value)
-    return value
-
-
-def array_at(value: Any, path: str, limit: int | None) -> list[Any]:
-    """An array of at most `limit` items."""
-    if not isinstance(value, list):
-        raise _wrong(path, "an array", value)
-    if limit is not None and len(value) > limit:
-        raise bad(path, f"Invalid '{path}': expected at most {limit} items, got {len(value)}.", "array_above_max_length")
-    return value
-
-
-def _wrong(path: str, expected: str, value: Any) -> RequestError:
-    return bad(path, f"Invalid type for '{path}': expected {expected}, but got {json_type(value)} instead.", "invalid_type")

@@ -48,6 +48,7 @@ class Bucket:
         return max(self._full_at - now, 0)
 
     def take(self, count: int, now: int) -> None:
+        """Take `count`, or give back as many as that is below zero."""
         self._full_at = max(self._full_at, now) + count * self._step
 
 
@@ -88,7 +89,7 @@ class Ticket:
         account.running += 1
 
     def spend(self, tokens: int) -> None:
-        """Count tokens of the prompt or of the answer."""
+        """Count tokens of the prompt or of the answer; fewer than none gives some back."""
         bucket = self._account.tokens
         if bucket is not None and tokens:
             bucket.take(tokens, self._clock())

@@ -6,24 +6,29 @@ are taken alike; so is SGLang's `text`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
+from forebay.model.chat import EncodedPrompt
+from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
+from forebay.server import ignored
 from forebay.server.exchange import Exchange
 from forebay.server.field_errors import bad, invalid, refusal, unsupported
 from forebay.server.prompts import integers, text_ids
-from forebay.server.protocol import MAX_NAMED, ChatCall, _Body, is_name, parse_chat
+from forebay.server.protocol import Body, ChatCall, parse_chat
 from forebay.server.turns import Turns
 
+LISTED = 4  # times the context: most tokens of one answer, and of one text that is put together again
+_SLICE = 1 << 15  # tokens of an answer that are written at a time
 TEXTS = ("prompt", "content", "text")  # names of the same thing in vLLM, llama.cpp and SGLang
 
 
-class TokenizeFields(_Body):
+class TokenizeFields(Body):
     """The fields of /tokenize beside the text and what the chat encoding reads."""
 
     model: str | None = None
@@ -76,14 +81,15 @@ def parse_tokenize(body: dict[str, Any], turns: Turns) -> TokenizeCall:
         raise refusal(error.errors(include_url=False)[0]) from None
     if given[0] == "messages":
         idle = [name for name in ("add_special_tokens", "add_special", "parse_special") if name in own]
-        chat = parse_chat({**body, **({"model": fields.model} if fields.model else {})}, turns.options, turns.engine.tokenizer)
-        return TokenizeCall(fields, chat, "", "messages", (*idle, *chat.ignored)[:MAX_NAMED])
+        named = {**body, **({"model": fields.model} if fields.model else {})}
+        chat = parse_chat(named, turns.options, turns.engine.tokenizer, also=idle)
+        return TokenizeCall(fields, chat, "", "messages", chat.ignored)
     text = body.pop(given[0])
     if not isinstance(text, str):
         raise invalid(given[0], "expected a string")
     if body.get("tools"):
         raise unsupported("tools", "a text has none; send 'messages'")
-    return TokenizeCall(fields, None, text, given[0], _names(body))
+    return TokenizeCall(fields, None, text, given[0], ignored.ignored(body))
 
 
 def parse_detokenize(body: dict[str, Any], tokenizer: Tokenizer) -> DetokenizeCall:
@@ -100,7 +106,7 @@ def parse_detokenize(body: dict[str, Any], tokenizer: Tokenizer) -> DetokenizeCa
     if ids and (min(ids) < 0 or max(ids) >= tokenizer.vocab_size):
         place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < tokenizer.vocab_size)
         raise invalid(f"tokens[{place}]", f"expected a token id from 0 to {tokenizer.vocab_size - 1}, got {str(ids[place])[:40]}")
-    return DetokenizeCall(ids, model, _names(body))
+    return DetokenizeCall(ids, model, ignored.ignored(body))
 
 
 class TokenRoutes:
@@ -125,26 +131,40 @@ class TokenRoutes:
         call, size = await turns.read(exchange, data, lambda body: parse_tokenize(body, turns))
         del data
         self._accept(exchange, call.fields.model, call.ignored, size)
-        tokenizer, fields = turns.engine.tokenizer, call.fields
-        rendered = ""
-        if call.chat is not None:
-            prompt = await turns.encode(exchange, call.chat, size, limited=False)
-            given, rendered = prompt.token_ids, prompt.text
+        most = LISTED * turns.engine.max_context
+        prompt = None
+        try:
+            if call.chat is not None:
+                prompt = await turns.encode(exchange, call.chat, size, most=most)
+            parts = await turns.lanes.run(size, lambda: self._listed(call, prompt, most))
+        except RequestError as error:
+            if error.lengths is None:
+                raise
+            rule = f"at most {most} tokens are listed, and these are {error.lengths[0]} or more; /v1/messages/count_tokens only counts"
+            raise bad(call.path, f"Invalid '{call.path}': {rule}.", "string_above_max_length") from None
+        await exchange.reply_parts(200, parts)
+
+    def _listed(self, call: TokenizeCall, prompt: EncodedPrompt | None, most: int) -> list[bytes]:
+        """The answer in parts, none of which takes long to write."""
+        tokenizer, fields, context = self._turns.engine.tokenizer, call.fields, self._turns.engine.max_context
+        if prompt is not None:
+            ids, rendered = prompt.token_ids, prompt.text
         else:
-            given, rendered = None, call.text
-
-        def work() -> bytes:
-            control = fields.parse_special is not False
-            ids = given if given is not None else text_ids(call.text, tokenizer, path=call.path, bos=fields.bos, control=control)
-            answer: dict[str, Any] = {"count": len(ids), "max_model_len": turns.engine.max_context, "tokens": ids}
-            answer["token_strs"] = [tokenizer.token_text(i) for i in ids] if fields.return_token_strs else None
-            if fields.with_pieces:
-                answer["tokens"] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]
-            if fields.return_prompt:
-                answer["prompt"] = rendered
-            return orjson.dumps(answer)
-
-        await exchange.reply(200, await turns.lanes.run(size, work))
+            control, rendered = fields.parse_special is not False, call.text
+            ids = text_ids(call.text, tokenizer, path=call.path, bos=fields.bos, control=control, max_tokens=most, slack=1)
+        for name, asked in (("with_pieces", fields.with_pieces), ("return_token_strs", fields.return_token_strs)):
+            if asked and len(ids) > context:
+                raise invalid(name, f"the texts of at most {context} tokens are listed, and these are {len(ids)}")
+        parts = [orjson.dumps({"count": len(ids), "max_model_len": context})[:-1], b',"tokens":']
+        if fields.with_pieces:
+            parts += _array(ids, lambda i: {"id": i, "piece": _piece(tokenizer, i)})
+        else:
+            parts += _array(ids, lambda i: i)
+        parts.append(b',"token_strs":')
+        parts += _array(ids, tokenizer.token_text) if fields.return_token_strs else [b"null"]
+        if fields.return_prompt:
+            parts += [b',"prompt":', orjson.dumps(rendered)]
+        return [*parts, b"}"]
 
     async def _detokenize(self, exchange: Exchange, data: bytes) -> None:
         turns = self._turns
@@ -152,23 +172,21 @@ class TokenRoutes:
         call, size = await turns.read(exchange, data, lambda body: parse_detokenize(body, tokenizer))
         del data
         self._accept(exchange, call.model, call.ignored, size)
+        if len(call.ids) > (most := LISTED * turns.engine.max_context):
+            raise invalid("tokens", f"at most {most} tokens become a text, and these are {len(call.ids)}")
+        text = await turns.lanes.run(size, lambda: orjson.dumps(tokenizer.decode(call.ids)))
+        await exchange.reply_parts(200, [b'{"prompt":', text, b',"text":', text, b',"content":', text, b"}"])
 
-        def work() -> bytes:
-            text = tokenizer.decode(call.ids)
-            return orjson.dumps({"prompt": text, "text": text, "content": text})
-
-        await exchange.reply(200, await turns.lanes.run(size, work))
-
-    def _accept(self, exchange: Exchange, model: str | None, ignored: Sequence[str], size: int) -> None:
+    def _accept(self, exchange: Exchange, model: str | None, names: tuple[str, ...], size: int) -> None:
         self._turns.require_model(model)
-        if ignored:
-            exchange.extra_headers.append((b"x-forebay-ignored", ", ".join(ignored).encode("ascii", "replace")))
+        exchange.extra_headers += ignored.header(names)
         exchange.notes.update(body_bytes=size)
 
 
-def _names(body: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the fields that nothing reads, for the response header."""
-    return tuple(name for name in body if is_name(name))[:MAX_NAMED]
+def _array(ids: list[int], entry: Callable[[int], Any]) -> list[bytes]:
+    """A JSON array with an entry for each id. The entries of a slice are all that is ever there of them."""
+    slices = [orjson.dumps([entry(i) for i in ids[start : start + _SLICE]])[1:-1] for start in range(0, len(ids), _SLICE)]
+    return [b"[", *(b"," + text if i else text for i, text in enumerate(slices)), b"]"]
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:

@@ -17,23 +17,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from forebay import __version__
-from forebay.engine.grammar import GrammarCompiler
+from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.metrics import Metrics
-from forebay.engine.types import OutputEvent, Request
-from forebay.model.chat import AnswerForm, ChatCodec, EncodedPrompt
+from forebay.engine.types import OutputEvent, QueueFullError, Request, UnavailableError
+from forebay.model.chat import AnswerForm, ChatCodec, EncodedPrompt, context_overflow
 from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
-from forebay.server import constraints
+from forebay.server import constraints, ignored
 from forebay.server.body import decode, parse_object
 from forebay.server.chunks import Choice
 from forebay.server.constraints import FREE, Held, Wanted
 from forebay.server.errors import HttpError, State, unavailable
-from forebay.server.exchange import Exchange
+from forebay.server.exchange import Exchange, connection
+from forebay.server.grammar_desk import GrammarDesk, Obtain
 from forebay.server.images import FoundImage, ImageDesk, Picture
-from forebay.server.limits import Lanes, ServerOptions
+from forebay.server.limits import Bodies, Lanes, ServerOptions
 from forebay.server.logprobs import LogprobFeed
-from forebay.server.protocol import MAX_NAMED, ChatCall
-from forebay.server.throttle import Pace, current
+from forebay.server.protocol import ChatCall, with_bans
+from forebay.server.throttle import Pace, Ticket, current
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ REJECTIONS = {
     "context_length_exceeded": "context_length",
     "request_too_large": "too_large",
     "rate_limit_exceeded": "rate_limited",
+    "overloaded": "queue_full",
     "model_loading": "loading",
     "draining": "draining",
     "engine_unavailable": "dead",
@@ -123,8 +125,10 @@ class Turns:
         self.fingerprint = f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self.pace = Pace()
         self.grammars = GrammarCompiler(engine.tokenizer)
+        self.desk = GrammarDesk(self.grammars)
         threading.Thread(target=self.grammars.vocabulary, name="forebay-vocabulary", daemon=True).start()  # not in the first request
         self.images = ImageDesk(options.images)
+        self.bodies = Bodies(max(options.max_bodies, options.max_body))
         self._numbers = itertools.count()
 
     async def run(self, exchange: Exchange, serve: Callable[[bytes], Coroutine[Any, Any, None]], *, needs_engine: bool = True) -> None:
@@ -132,7 +136,7 @@ class Turns:
         try:
             if needs_engine:
                 self.require_ready()
-            data = await exchange.read_body(self.options)
+            data = await exchange.read_body(self.options, self.bodies)
             await exchange.unless_gone(serve(data))
         except ForebayError as error:
             # The engine counts its own refusals.
@@ -149,21 +153,37 @@ class Turns:
         options = self.options
         encoding = exchange.headers.get(b"content-encoding", b"").decode("latin-1")
 
-        def work() -> tuple[T, int]:
-            plain = decode(data, encoding, options.max_body) if encoding else data
+        def work(limit: int) -> tuple[T, int]:
+            plain = decode(data, encoding, limit) if encoding else data
             return understand(parse_object(plain, options.max_depth)), len(plain)
 
-        # A small body is parsed faster than it is handed to a thread; a compressed one may be large inside.
-        small = len(data) <= options.off_loop and not encoding
-        return work() if small else await self.lanes.run(len(data), work)
+        if not encoding:
+            # A small body is parsed faster than it is handed to a thread.
+            return work(0) if len(data) <= options.off_loop else await self.lanes.run(len(data), lambda: work(0))
+        most = exchange.most_body(options)
+        if len(data) <= options.large:
+            try:
+                understood, size = await self.lanes.run(len(data), lambda: work(min(options.large, most)))
+            except HttpError as error:
+                if error.code != "request_too_large":
+                    raise
+                if most <= options.large:
+                    raise exchange.over_limit or error from None
+            else:
+                exchange.claim_body(size)
+                return understood, size
+        # Large inside, which only the other lane may find out. Until it has, the body counts as what it may be.
+        exchange.claim_body(most)
+        understood, size = await self.lanes.run(most, lambda: work(most))
+        exchange.claim_body(size)
+        return understood, size
 
     def accept(self, exchange: Exchange, call: ChatCall, size: int) -> None:
         """Name what is ignored, count what is unknown, refuse (404) a model that is not served."""
-        for name in call.unknown[:MAX_NAMED]:
+        for name in call.unknown:
             self.engine.metrics.unknown_field(name)
         self.require_model(call.fields.model)
-        if call.ignored:
-            exchange.extra_headers.append((b"x-forebay-ignored", ", ".join(call.ignored).encode("ascii", "replace")))
+        exchange.extra_headers += ignored.header(call.ignored)
         exchange.notes.update(body_bytes=size, stream=call.stream)
 
     def require_model(self, model: str | None) -> None:
@@ -172,39 +192,57 @@ class Turns:
             text = f"The model `{model[:128]}` does not exist. Available: {', '.join(self.names)}"
             raise HttpError(404, text, code="model_not_found", param="model")
 
-    async def encode(self, exchange: Exchange, call: ChatCall, size: int, *, limited: bool = True) -> EncodedPrompt:
-        """The prompt of a chat body; `call.body` is cleared. A limited one is refused early if it must be longer than the context.
+    async def encode(self, exchange: Exchange, call: ChatCall, size: int, *, most: int | None = None) -> EncodedPrompt:
+        """The prompt of a chat body; `call.body` is cleared.
+
+        One that is longer than the context is refused early; `most` is another limit in tokens, which is kept to the token.
 
         Raises RequestError with the codec's finding, or with what is wrong with an image.
         """
+        limit, slack = (self.engine.max_context, 2) if most is None else (most, 1)
+
+        def encode(**settings: Any) -> EncodedPrompt:
+            asked = min(call.asked_output or 0, self.options.max_output)
+            return self.engine.codec.encode(call.body, max_tokens=limit, slack=slack, asked_output=asked, **settings)
+
+        return await self._through_codec(exchange, call, size, encode)
+
+    async def count(self, exchange: Exchange, call: ChatCall, size: int) -> int:
+        """Tokens of the prompt that `encode` would give, however many; `call.body` is cleared. Raises like it."""
+        return await self._through_codec(exchange, call, size, lambda **settings: self.engine.codec.count(call.body, **settings))
+
+    async def _through_codec(self, exchange: Exchange, call: ChatCall, size: int, use: Callable[..., T]) -> T:
         options, engine = self.options, self.engine
         thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
         salt = exchange.caller.salt(call.salt)
 
-        def work() -> EncodedPrompt:
+        def work() -> T:
             if not engine.codec.vision:  # otherwise `pictures` has looked, or the images are only counted
                 self.images.find(call.body, fetching=False)
-            return engine.codec.encode(
-                call.body,
+            return use(
                 default_effort=options.default_effort,
                 thinking_default=thinking,
-                max_tokens=engine.max_context if limited else None,
                 strict_tool_messages=options.strict_tool_messages,
                 salt=salt,
             )
 
-        prompt = await self.lanes.run(size, work)
+        found = await self.lanes.run(size, work)
         call.body.clear()  # nothing reads it again, and it may be megabytes
-        return prompt
+        exchange.claim_body(0)
+        return found
 
     async def prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
         """Encode the prompt and size the output. Raises RequestError with the codec's finding, or context_length_exceeded."""
-        wanted = constraints.read(call.body)
+        if size > self.options.off_loop:  # a schema in a string is parsed here
+            wanted = await self.lanes.run(size, lambda: constraints.read(call.body))
+        else:
+            wanted = constraints.read(call.body)
+        call = await with_bans(call, self.lanes, self.engine.tokenizer)
         pictures = await self.pictures(exchange, call, size) if self.engine.codec.vision else ()
         prompt = await self.encode(exchange, call, size)
-        held = await self.hold(exchange, wanted, prompt, size)
-        prompt = replace(prompt, form=AnswerForm())  # its schemas may be megabytes, and live as long as the answer takes
-        requests = self.requests(exchange, call, prompt.token_ids, prompt, "input" if call.places else "messages", held)
+        held = await self.hold(exchange, wanted, prompt, size, salt=call.salt)
+        prompt = replace(prompt, form=AnswerForm(), text="")  # megabytes that nothing reads would live as long as the answer takes
+        requests = self.requests(exchange, call, prompt.token_ids, prompt, held=held)
         effort = prompt.effort if prompt.thinking else "off"
         exchange.notes.update(prompt_tokens=len(prompt.token_ids), effort=effort)
         exchange.extra_headers.append((b"x-forebay-effort", str(effort).encode()))
@@ -221,18 +259,28 @@ class Turns:
         return await self.images.resolve(await self.lanes.run(size, work), exchange.caller.salt(call.salt))
 
     async def hold(
-        self, exchange: Exchange, wanted: Wanted, prompt: EncodedPrompt | None, size: int, raw: AnswerForm | None = None
+        self,
+        exchange: Exchange,
+        wanted: Wanted,
+        prompt: EncodedPrompt | None,
+        size: int,
+        raw: AnswerForm | None = None,
+        salt: str = "",
     ) -> Held:
         """The form that answers are held to; a header names what was left out of it. Raises RequestError for one that cannot be used.
 
-        `raw` is the form of raw text, which has no prompt to tell it.
+        `raw` is the form of raw text, which has no prompt to tell it. `salt` is the cache_salt that was asked for.
         """
         form = prompt.form if prompt is not None else raw or AnswerForm()
+        if not constraints.asks(wanted, form):
+            budget = wanted.budget if prompt is not None and prompt.initial_channel == "reasoning" else None
+            return Held(reasoning_budget=budget)
 
-        def work() -> Held:
-            return constraints.hold(wanted, prompt, self.grammars, raw)
+        def work(obtain: Obtain) -> Held:
+            return constraints.hold(wanted, prompt, obtain, raw)
 
-        held = await self.lanes.run(size, work) if constraints.asks(wanted, form) else work()
+        caller = exchange.caller
+        held = await self.desk.hold(work, lambda run: self.lanes.run(size, run), owner=caller.tenant or caller.name, salt=caller.salt(salt))
         exchange.extra_headers += constraints.warning_header(held)
         return held
 
@@ -247,8 +295,9 @@ class Turns:
     ) -> list[Request]:
         """One engine request per choice of a prompt. Without `prompt` the answer is raw text, which nothing parses.
 
-        Raises HttpError 400 (context_length_exceeded), naming the field `param`, if no output fits.
+        Raises RequestError (context_length_exceeded), naming the field `param`, if no output fits.
         """
+        exchange.claim_body(0)
         room = self.room(len(prompt_ids), call.asked_output, param)
         thinking, effort = (prompt.thinking, prompt.effort) if prompt is not None else (False, None)
         share = f"choices.{next(self._numbers)}" if call.choices > 1 else None
@@ -274,18 +323,12 @@ class Turns:
     def room(self, length: int, asked: int | None, param: str = "messages") -> int:
         """Tokens of output that fit behind a prompt of `length` tokens.
 
-        Raises HttpError 400 if not even one does or, under the overflow policy `error`, not all that the request asks for.
+        Raises RequestError if not even one does or, under the overflow policy `error`, not all that the request asks for.
         """
         room = self.engine.max_context - length
         asked = min(asked or 0, self.options.max_output)
         if room < max(1, asked if self.options.overflow_policy == "error" else 0):
-            text = (
-                f"This model's maximum context length is {self.engine.max_context} tokens. However, you requested {length + asked} tokens "
-                f"({length} in the messages, {asked} in the completion). Please reduce the length of the messages or completion."
-            )
-            error = HttpError(400, text, code="context_length_exceeded", param=param)
-            error.lengths = (length, self.engine.max_context)
-            raise error
+            raise context_overflow(length, self.engine.max_context, asked, param)
         return room
 
     def unique_id(self, exchange: Exchange) -> str:
@@ -297,24 +340,41 @@ class Turns:
 
         Raises what an aborted or failed choice failed with: no client may take a part for the whole.
         """
-        ended, ticket = 0, current.get()
-        waiting, prompts = set(range(len(requests))), set[int]()
-        async with aclosing(_merged([self.engine.submit(request) for request in requests])) as events:
+        ended, ticket, link = 0, current.get(), connection.get()
+        waiting = set(range(len(requests)))
+        # Now, not at the first output: the prompt is worked on also for a client that leaves before. Choices share it.
+        prompt_tokens = sum({id(request.prompt_ids): len(request.prompt_ids) for request in requests}.values())
+        if ticket is not None:
+            ticket.spend(prompt_tokens)
+        async with aclosing(self._submitted(requests, ticket, prompt_tokens)) as events:
             async for index, event in events:
                 self._raise_failure(event)
                 if index in waiting:
                     waiting.discard(index)
                     self.pace.started()
-                    prompt_ids = requests[index].prompt_ids
-                    if ticket is not None and id(prompt_ids) not in prompts:  # choices share it
-                        prompts.add(id(prompt_ids))
-                        ticket.spend(len(prompt_ids))
+                    if link is not None:
+                        link.answering = True
                 if ticket is not None:
                     ticket.spend(len(event.token_ids))
                 ended += event.finish_reason is not None
                 yield index, event
         if ended < len(requests):
             raise RuntimeError(f"the engine ended {len(requests) - ended} of {len(requests)} choices without a finish reason")
+
+    async def _submitted(
+        self, requests: Sequence[Request], ticket: Ticket | None, prompt_tokens: int
+    ) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+        """Events of all requests. One that the engine had no place for gets its tokens back."""
+        began = False
+        try:
+            async with aclosing(_merged([self.engine.submit(request) for request in requests])) as events:
+                async for event in events:
+                    began = True
+                    yield event
+        except (QueueFullError, UnavailableError):
+            if ticket is not None and not began:
+                ticket.spend(-prompt_tokens)
+            raise
 
     def _raise_failure(self, event: OutputEvent) -> None:
         if event.error is not None:

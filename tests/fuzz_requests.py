@@ -7,6 +7,7 @@ import copy
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,13 +92,23 @@ ODD: Sequence[Any] = (
     ["x"] * 300, {"$ref": "#"},
     {"type": ["object", "null"], "anyOf": [{}]}, {"a": {"b": {"c": {"d": [{"e": {}}]}}}}, [1, "a", None, [2, {"b": 3}]],
 )  # fmt: skip
+NESTED: Sequence[str] = (  # JSON inside of strings, which passes the limits of the body as one value
+    '{"a": [1, 2]}', '{"n": 123456789012345678901234567890}', '"{\\"a\\": 1}"', "[" * 3000, "{" + '"a":{' * 300 + "}" * 301,
+    '{"n":1234567890123456789012,"a":[' + ",".join(["[]"] * 5000) + "]}", "[" + ",".join(["{}"] * 5000) + "]", '{"type": "object"',
+    "1" * 5000,
+    json.dumps(json.dumps({"x": 2**70})), '{"x": NaN}', "{\"x\": \"\\ud800\"}",
+)  # fmt: skip
+LONG: Sequence[str] = (  # texts of a megabyte, of many tokens or of none that can be cut
+    "1 " * 500_000, "a" * 1_000_000, "\u3042" * 300_000, "!" * 700_000, "<think>" * 100_000, "word, " * 150_000, "[]," * 300_000,
+)
 BYTES = (
     b"\xff", b"\x00", b"\xed\xa0\x80", b"\\ud800", b"\\", b'"', b"{", b"}", b"[", b"]", b",", b":", b"NaN", b"1e999", b"-", b"\n",
     b"\xef\xbb\xbf",
 )  # fmt: skip
 HEADERS: Sequence[tuple[bytes, bytes]] = (
     (b"content-type", b"text/plain"), (b"content-type", b"multipart/form-data; boundary=x"), (b"content-encoding", b"gzip"),
-    (b"content-encoding", b"zstd"),
+    (b"content-encoding", b"zstd"), (b"content-encoding", b"gzip, deflate"), (b"content-encoding", b"deflate,deflate,deflate"),
+    (b"content-encoding", b",".join([b"gzip"] * 3000)), (b"connection", b"Upgrade, HTTP2-Settings"),
     (b"content-encoding", b"deflate"), (b"content-encoding", b"br"), (b"x-request-id", b"\xff" * 9), (b"accept", b"nothing/at-all"),
     (b"anthropic-version", b"1900-01-01"), (b"anthropic-beta", b"x" * 900), (b"origin", b"null"), (b"expect", b"100-continue"),
     (b"authorization", b"Bearer "), (b"content-length", b"999999999999"), (b"content-length", b"-1"), (b"upgrade", b"websocket"),
@@ -130,8 +141,11 @@ def mutants(count: int, seed: int, names: Sequence[str]) -> Iterator[Mutant]:
         if rng.random() < 0.1:
             name, value = rng.choice(HEADERS)
             headers = [header for header in headers if header[0] != name] + [(name, value)]
-            if value == b"gzip" and rng.random() < 0.7:
+            if value.startswith(b"gzip") and rng.random() < 0.7:
                 body = gzip.compress(body, 1)
+                body = zlib.compress(body, 1) if value.endswith(b"deflate") else body
+            if name == b"connection":
+                headers.append((b"upgrade", b"h2c"))
         yield Mutant(path, body, headers)
 
 
@@ -156,9 +170,9 @@ def _bend(tree: Any, rng: random.Random, names: Sequence[str]) -> Any:
     if kind == 0:
         del node[key]
     elif kind <= 2:
-        node[key] = copy.deepcopy(rng.choice(ODD))
+        node[key] = copy.deepcopy(rng.choice(LONG if rng.random() < 0.003 else NESTED if rng.random() < 0.1 else ODD))
     elif kind == 3 and isinstance(tree, dict):
-        tree[rng.choice(names)] = copy.deepcopy(rng.choice(ODD))
+        tree[rng.choice(names)] = copy.deepcopy(rng.choice(NESTED if rng.random() < 0.1 else ODD))
     elif kind == 4:
         other, name = rng.choice(places)
         if name in other if isinstance(other, dict) else name < len(other):
@@ -184,3 +198,33 @@ def _break(body: bytes, rng: random.Random) -> bytes:
     if kind == 2:
         return body[:at] + bytes([rng.randrange(256)]) + body[at + 1 :]
     return body[:at] + body[max(at - rng.randrange(40), 0) :]
+
+
+def packets(mutant: Mutant, rng: random.Random) -> Iterator[bytes]:
+    """A request as the bytes of a connection, in one or several packets: with the right length of its body or as chunks, perhaps with
+    another request or nonsense behind it, perhaps broken off or broken."""
+    headers = [header for header in mutant.headers if header[0] != b"content-length"]
+    lengths = [header for header in mutant.headers if header[0] == b"content-length"]
+    body = mutant.body
+    if lengths:
+        headers += lengths
+    elif rng.random() < 0.2:
+        size = rng.choice((1, 7, 1000, 1 << 20)) if len(body) < 5000 else 1 << 16
+        parts = [body[i : i + size] for i in range(0, len(body), size)]
+        body = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+        headers.append((b"transfer-encoding", b"chunked"))
+    else:
+        headers.append((b"content-length", b"%d" % len(body)))
+    lines = [b"POST %b HTTP/1.1" % mutant.path.encode(), b"host: x", *(name + b": " + value for name, value in headers)]
+    data = b"\r\n".join(lines) + b"\r\n\r\n" + body
+    kind = rng.randrange(10)
+    if kind == 0:
+        data += b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * rng.choice((1, 3, 500))
+    elif kind == 1:
+        data += rng.randbytes(rng.choice((1, 50, 5000)))
+    elif kind == 2:
+        data = data[: rng.randrange(len(data))]
+    elif kind == 3:
+        data = _break(data, rng)
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice((0, 0, 1, 5))))
+    yield from (data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True))

@@ -79,6 +79,10 @@ class ScriptEngine:
     def last_progress_age(self) -> float:
         return self.age
 
+    def text(self, number: int = -1) -> str:
+        """The prompt of a request."""
+        return self.tokenizer.decode(self.requests[number].prompt_ids)
+
     def ids(self, text: str) -> list[int]:
         """Ids of a completion, in which spelled-out markers are markers."""
         return self.tokenizer.encode_special(text)

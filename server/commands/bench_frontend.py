@@ -25,6 +25,14 @@ MANY_STEP_S = 1.25  # between the tokens of the streams that are only held open
 MANY_TOKENS = 6
 SPARE_FILES = 64
 
+# What the figures beside ours are of.
+PEERS = {
+    "litellm": "litellm: LiteLLM's proxy as it is installed, over a backend in its process that emits the same words as text at the same "
+    "pace; unlike forebay's it encodes no prompt and detokenises nothing",
+    "fastapi": "fastapi: no product, but an application of ours in FastAPI's usual ways over forebay's own backend, tokenizer and chat "
+    "encoding; for LiteLLM's proxy give --peer-python",
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -49,13 +57,11 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
     """Run the benchmark. Returns its figures, and whether every stream got all of its tokens. A slow machine is no failure."""
     config, _ = read_settings(args)
     tokenizer: Path = args.tokenizer or tokenizer_file(config.model.path)
-    peer = "fastapi" if args.peer and importlib.util.find_spec("fastapi") else None
-    if args.peer and peer is None:
-        err.print("no peer: the package fastapi is not installed (pip install 'forebay[bench]')", style="yellow")
+    peer = _peer(args, err)
     many = min(args.open, raise_files(args.open, err))
     interval = args.streams / args.rate
-    paced = Shape(args.streams, max(8, round(args.seconds / interval)), interval, args.streams)
-    held = Shape(many, MANY_TOKENS, MANY_STEP_S, many)
+    paced = Shape(args.streams, max(8, round(args.seconds / interval)), interval, python=args.peer_python or "")
+    held = Shape(many, MANY_TOKENS, MANY_STEP_S, python=args.peer_python or "")
     outcomes: dict[str, list[Outcome]] = {}
     load_before = os.getloadavg()[0]
     for number in range(args.repeats):
@@ -83,6 +89,18 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
     }
     _show(figures, rows, out)
     return figures, not any(count for name, count in lost.items() if name.endswith("forebay"))
+
+
+def _peer(args: argparse.Namespace, err: Console) -> str | None:
+    """The server to measure beside ours, one of `PEERS`."""
+    if not args.peer:
+        return None
+    if args.peer_python:
+        return "litellm"
+    if importlib.util.find_spec("fastapi"):
+        return "fastapi"
+    err.print("no peer: give --peer-python, or install fastapi (pip install 'forebay[bench]')", style="yellow")
+    return None
 
 
 def raise_files(streams: int, err: Console) -> int:
@@ -141,6 +159,8 @@ def _show(figures: dict[str, Any], rows: Sequence[Row], out: Console) -> None:
         theirs = [] if not figures["peer"] else ["" if row.peer is None else f"{row.peer:,.1f}"]
         table.add_row(row.what, f"[{style}]{row.value:,.1f} {row.unit}[/]" if style else f"{row.value:,.1f} {row.unit}", bar, *theirs)
     out.print(table)
+    if figures["peer"]:
+        out.print(PEERS[figures["peer"]], style="dim", markup=False)
     for name, count in figures["lost"].items():
         if count:
             out.print(f"{name}: {count} streams refused or cut short", style="red", markup=False)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,22 @@ CONNECTING = 128  # connections being made at once
 END = b"data: [DONE]"
 STOP_S = 20.0
 STALL_S = 60.0  # without any byte for so long, a measurement has failed
+WARM_STREAMS, WARM_TOKENS = 32, 2  # before the measurement: what is made with the first requests is no cost of the others
+LITELLM = Path(__file__).with_name("frontend_litellm.py")
 
 
 @dataclass
 class Shape:
-    """What is asked of the server: `streams` at once with `tokens` each, a step every `interval` seconds once `gather` streams are open."""
+    """What is asked of the server: `streams` at once with `tokens` each, a step every `interval` seconds once all of them are open.
+
+    `peer` is the server to measure in place of ours, `python` the interpreter that has it, if it is not this one.
+    """
 
     streams: int
     tokens: int
     interval: float
-    gather: int
     peer: str = "none"
+    python: str = sys.executable
 
 
 @dataclass
@@ -102,6 +107,7 @@ class Load:
         self.started = self.ended = self.words = 0
         self.progress = time.monotonic()
         body = {
+            "model": "scripted",
             "messages": [{"role": "user", "content": "Say the same word again and again."}],
             "max_tokens": shape.tokens,
             "thinking": {"type": "disabled"},
@@ -177,19 +183,30 @@ class Server:
         """Resident bytes."""
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def gather(self, streams: int) -> None:
+        """Begin anew: the next step waits until so many requests run."""
+        self._ask(f"gather {streams}")
+
     def report(self) -> tuple[list[float], dict[str, int]]:
         """(when each step was emitted, the first step of each request by the client's id)."""
-        print("report", file=self._in, flush=True)
-        answer = json.loads(self._out.readline())
+        answer = self._ask("report")
         self.word = answer["word"]
         return answer["steps"], {name.rpartition(".")[0] or name: step for name, step in answer["first"].items()}
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        print(line, file=self._in, flush=True)
+        answer: dict[str, Any] = json.loads(self._out.readline())
+        return answer
 
 
 @contextlib.contextmanager
 def started(shape: Shape, tokenizer: Path) -> Iterator[Server]:
     """The server process, stopped at the end."""
-    command = [sys.executable, "-m", "forebay.server.commands.frontend_server", "--tokenizer", str(tokenizer), "--peer", shape.peer]
-    command += ["--interval", str(shape.interval), "--gather", str(shape.gather)]
+    if shape.peer == "litellm":  # -I: its imports are its own environment's
+        command = [shape.python, "-I", str(LITELLM)]
+    else:
+        command = [sys.executable, "-m", "forebay.server.commands.frontend_server", "--tokenizer", str(tokenizer), "--peer", shape.peer]
+    command += ["--interval", str(shape.interval)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Server(process)
@@ -203,10 +220,14 @@ def started(shape: Shape, tokenizer: Path) -> Iterator[Server]:
 
 
 def run(shape: Shape, tokenizer: Path) -> Outcome:
-    """One measurement with a server of its own, warmed up by a few requests."""
+    """One measurement with a server of its own, after `WARM_STREAMS` requests that are not counted. Raises BenchError if they fail."""
 
     async def both(server: Server) -> Outcome:
         word = server.report() and server.word.encode()
+        warm = await Load(replace(shape, streams=WARM_STREAMS, tokens=WARM_TOKENS), word).run(server)
+        if warm.finished < WARM_STREAMS:
+            raise BenchError(f"the server does not serve: {'; '.join(warm.errors)}")
+        server.gather(shape.streams)
         return await Load(shape, word).run(server)
 
     with started(shape, tokenizer) as server:

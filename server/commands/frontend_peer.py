@@ -1,6 +1,7 @@
-"""The peer in `forebay bench frontend`: the server one would write with FastAPI in an evening, over the same backend.
+"""What stands in for a peer in `forebay bench frontend` where none is installed: a FastAPI application of ours over the same backend.
 
-It encodes, detokenises and waits for tokens with the same parts as ours; HTTP, validation and the stream are FastAPI's own ways.
+It is no product that anybody runs; frontend_litellm.py drives one. It encodes, detokenises and waits for tokens with the same parts as
+ours; HTTP, validation and the stream are FastAPI's own ways.
 """
 
 from __future__ import annotations

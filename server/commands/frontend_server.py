@@ -4,8 +4,8 @@ Everything between the socket and the engine's events is what `forebay serve` ru
 encoding, `EngineClient` with its thread, `OutputProcessor`. Only the model is missing: `ScriptedEngine` gives each running request one
 token per step. `--peer fastapi` puts a usual FastAPI application over the same backend.
 
-Control goes over the standard streams: the first line out is the port, `report` in gives when each step was emitted, the end of
-input stops.
+Control goes over the standard streams, one line of JSON out for each line in: the first line out is the port, `gather N` forgets the
+steps so far and holds the next one until N requests run, `report` gives when each step was emitted, the end of input stops.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class ScriptedEngine:
 
     Args:
         interval: seconds from one step to the next; 0 is as fast as it goes.
-        gather: no step before so many requests run at once.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, interval: float, gather: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, interval: float) -> None:
         self.tokenizer, self.codec = tokenizer, ChatCodec(tokenizer)
         self.metrics = Metrics(CollectorRegistry(), model="scripted")
         self.options = EngineOptions()
@@ -71,12 +70,18 @@ class ScriptedEngine:
         self.token = word_token(tokenizer)
         self.steps: list[float] = []  # when each was emitted, on the monotonic clock
         self.first: dict[str, int] = {}  # the step in which a request got its first token
-        self._interval, self._gather, self._due = interval, gather, 0.0
+        self._interval, self._gather, self._due = interval, 0, 0.0
         self._lock = threading.Lock()
         self._running: dict[str, Running] = {}
         self._inbox: list[Running] = []
         self._aborts: list[str] = []
         self._ending: ForebayError | None = None
+
+    def restart(self, gather: int) -> None:
+        """Forget the steps so far; none comes before `gather` requests run at once. Call it while nothing runs."""
+        with self._lock:
+            self._gather = gather
+            self.steps, self.first = [], {}
 
     def prepare(self, request: Request) -> Running:
         parser = self.codec.parser(request.prompt) if request.prompt is not None else None
@@ -169,7 +174,7 @@ def word_token(tokenizer: Tokenizer) -> int:
 
 async def serve(args: argparse.Namespace) -> None:
     """Serve until standard input ends."""
-    engine = ScriptedEngine(Tokenizer.load(args.tokenizer), interval=args.interval, gather=args.gather)
+    engine = ScriptedEngine(Tokenizer.load(args.tokenizer), interval=args.interval)
     client = EngineClient(engine, engine.codec, "scripted")  # type: ignore[arg-type]
     options = ServerOptions()
     await client.start()
@@ -186,9 +191,12 @@ async def serve(args: argparse.Namespace) -> None:
 
     def control() -> None:
         for line in sys.stdin:
-            if line.strip() == "report":
-                word = engine.tokenizer.token_text(engine.token)
-                print(json.dumps({"steps": engine.steps, "first": engine.first, "word": word}), flush=True)
+            answer: dict[str, Any] = {}
+            if line.startswith("gather"):
+                engine.restart(int(line.split()[1]))
+            else:
+                answer = {"steps": engine.steps, "first": engine.first, "word": engine.tokenizer.token_text(engine.token)}
+            print(json.dumps(answer), flush=True)
         loop.call_soon_threadsafe(setattr, server, "should_exit", True)
 
     print(listener.getsockname()[1], flush=True)
@@ -202,7 +210,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--interval", type=float, required=True)
-    parser.add_argument("--gather", type=int, required=True)
     parser.add_argument("--peer", choices=["none", "fastapi"], default="none")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)

@@ -30,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
     fields: dict[str, Any] = {name: value for name in _FIELDS if (value := getattr(args, name)) is not None}
     if args.admin:
         fields["admin"] = True
+    known = parse_file(file.read_text("utf-8"), str(file)) if file.exists() else []
+    salt = bytes.fromhex(known[-1].hash.partition(":")[0]) if known else None  # one for all: a server hashes each key it is shown once
     try:
-        entry = Key(name=args.name, hash=hashed(key.encode()), **fields)
+        entry = Key(name=args.name, hash=hashed(key.encode(), salt), **fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         text = f"{first['msg'][:1].lower()}{first['msg'][1:]}, got {first['input']!r}"

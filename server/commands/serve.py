@@ -24,9 +24,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import uvicorn
 import uvloop
@@ -52,6 +53,7 @@ T = TypeVar("T")
 POLL_S = 0.25
 REDIS_ANSWER_S = 1.0  # for a note at the start
 FLUSH_S = 5  # after draining, for sockets to take their last bytes
+LAST_S = 30.0  # after that, for the engine and the application to end; what hangs then is left behind
 SPARE_FILES = 256  # descriptors beside one per connection: shards, logs, the event loop
 MAX_FILES = 65_536
 ADMIN_BACKLOG = 64
@@ -314,15 +316,29 @@ class Service:
         return asked.result() if asked.done() else None
 
     def _on_signal(self, number: int) -> None:
-        if self._client is None or self._stop.is_set():
-            # Nothing runs yet, or the operator insists: a step in flight or a load cannot be interrupted in any gentler way.
-            self._progress.close()
-            _say("stopped at once" if self._client else "stopped while loading")
-            os._exit(128 + number if self._client else 0)
+        if self._client is None:
+            self._stop_at_once(number)
+        loop = asyncio.get_running_loop()
+        for other in (signal.SIGTERM, signal.SIGINT):  # the next one must not need the loop, which may hang by then
+            loop.remove_signal_handler(other)
+            signal.signal(other, lambda number, _: self._stop_at_once(number))
+        threading.Thread(target=self._end_for_sure, name="forebay-end", daemon=True).start()
         grace = f"{self._config.server.drain_timeout_s:g} s"
         name = signal.Signals(number).name
         self._stop.set()
         _say(f"{name}: running requests have {grace} to finish; once more stops at once")
+
+    def _stop_at_once(self, number: int) -> NoReturn:
+        """Nothing runs yet, or the operator insists: a step in flight or a load cannot be interrupted in any gentler way."""
+        self._progress.close()
+        _say("stopped at once" if self._client else "stopped while loading")
+        os._exit(128 + number if self._client else 0)
+
+    def _end_for_sure(self) -> None:
+        """In a thread: end the process if it has not ended by itself in the time that it has for that."""
+        time.sleep(self._config.server.drain_timeout_s + FLUSH_S + LAST_S)
+        _say("stopped, though not everything has ended")
+        os._exit(1)
 
     async def _until_stopped(self, client: EngineClient) -> None:
         while not self._stop.is_set():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from forebay.engine.constraint import Constraint, MaskWorker
-from forebay.engine.grammar import GrammarCompiler, GrammarSpec, choice_spec, json_object_spec, json_spec
+from forebay.engine.grammar import GrammarSpec, choice_spec, json_object_spec, json_spec
+from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.sampler import Sampler, SamplingState
 from forebay.engine.tool_grammar import ToolForm, calls_spec
 from forebay.engine.types import SamplingParams
@@ -85,6 +87,30 @@ def test_a_budget_ends_the_reasoning(compiler: GrammarCompiler, tokenizer: Token
     assert allowed(constraint, tokenizer) == {tokenizer.think_end_id}
     constraint.observe(tokenizer.think_end_id or 0)
     assert (len(allowed(constraint, tokenizer)) == tokenizer.vocab_size) == (not form)
+
+
+def test_a_budget_does_not_cut_a_call(tokenizer: Tokenizer) -> None:
+    """A tag is waited for until it is known to be none; a call has ended the reasoning by itself."""
+
+    def after(text: str, **options: bool) -> Constraint:
+        constraint = Constraint(tokenizer, None, reasoning=True, budget=2, **options)
+        for token in tokenizer.encode_special(text):
+            constraint.observe(token)
+        return constraint
+
+    end = {tokenizer.think_end_id}
+    opened = f"one two three <{DSML}"
+    for text in (opened, f"{opened} ca", f"{opened} calls>\n<{DSML} invoke name=", f"{opened} invoke name=\"f\">\n"):
+        constraint = after(text)
+        assert constraint.allowed() is None, text
+        assert after(text, calls=False).allowed() is not None, text
+        constraint.rollback(len(tokenizer.encode_special(text)) - 3)
+        assert allowed(constraint, tokenizer) == end
+    for text in ("one two three <", f"one two {DSML} three", f"{opened} nothing>", f"{opened} calls are", f"one two </{DSML} calls>"):
+        expected = end if not text.endswith("are") else None
+        constraint = after(text)
+        assert (allowed(constraint, tokenizer) if expected else constraint.allowed()) == expected, text
+    assert allowed(after(f"{opened} calls" + " a" * 300), tokenizer) == end
 
 
 def test_a_call_is_held_to_its_form_when_it_is_opened(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -170,10 +196,111 @@ def test_a_mask_that_takes_too_long_fails_alone(compiler: GrammarCompiler, token
     others = [Constraint(tokenizer, grammar, reasoning=False) for _ in range(3)]
     worker = MaskWorker(longest_s=0.2)
     worker.start([others[0], slow, *others[1:]])
-    worker.finish([others[0], slow, *others[1:]])
+    late = worker.finish([others[0], slow, *others[1:]])
+    until = time.monotonic() + 60
+    while late:
+        assert time.monotonic() < until
+        late = worker.finish([], [others[0], slow, *others[1:]])
     assert "longer than 0.2 s" in slow.error
     assert not any(c.error or c.pending for c in others)
     Slow.gate.set()
+    worker.close()
+
+
+class Timed(Constraint):
+    """Whose mask takes its time, or fails."""
+
+    seconds = 0.0
+    failure: BaseException | None = None
+
+    def compute(self) -> None:
+        time.sleep(self.seconds)
+        if self.failure is not None:
+            raise self.failure
+        super().compute()
+
+
+def timed(compiler: GrammarCompiler, tokenizer: Tokenizer, seconds: float = 0.0, failure: BaseException | None = None) -> Timed:
+    made = Timed(tokenizer, compiler.compile(json_object_spec()), reasoning=False)
+    made.seconds, made.failure = seconds, failure
+    return made
+
+
+def test_every_mask_has_its_own_time(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Many that are quick enough may take longer together than one may."""
+    many = [timed(compiler, tokenizer, 0.05) for _ in range(12)]
+    worker = MaskWorker(longest_s=0.4, step_s=60.0)
+    assert worker.finish(many) == set()
+    assert not any(c.error or c.pending for c in many)
+    worker.close()
+
+
+def test_what_fails_in_a_mask_is_its_own_error(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    class PanicError(BaseException):
+        """As the library's."""
+
+    bad = [timed(compiler, tokenizer, failure=error) for error in (MemoryError("x"), PanicError("x"))]
+    good = timed(compiler, tokenizer)
+    worker = MaskWorker()
+    assert worker.finish([*bad, good]) == set()
+    assert all("failed" in c.error for c in bad)
+    assert not good.error
+    assert not good.pending
+    worker.close()
+
+
+def test_what_fails_in_the_library_is_its_own_error(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    class Broken:
+        def consume_token(self, token: int) -> bool:
+            raise RuntimeError("x")
+
+        def is_stopped(self) -> bool:
+            return False
+
+    constraint = Constraint(tokenizer, compiler.compile(json_object_spec()), reasoning=False)
+    constraint._matcher = Broken()  # type: ignore[assignment]
+    constraint.observe(5)
+    assert "failed" in constraint.error
+
+
+def test_a_step_waits_for_so_long_and_the_late_ones_are_told(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    slow = Slow(tokenizer, compiler.compile(json_object_spec()), reasoning=False)
+    Slow.gate.clear()
+    quick = [timed(compiler, tokenizer) for _ in range(3)]
+    worker = MaskWorker(longest_s=60.0, step_s=0.1)
+    assert worker.finish([*quick, slow]) == {id(slow)}
+    # Not waited for again while others have something to do, nor begun twice.
+    more = [timed(compiler, tokenizer)]
+    late = worker.finish(more, [slow])
+    assert id(slow) in late
+    assert worker._line.count(slow) == 0
+    Slow.gate.set()
+    until = time.monotonic() + 60
+    while late := worker.finish([], [*more, slow]):
+        assert time.monotonic() < until
+    assert not any(c.error or c.pending for c in (*quick, *more, slow))
+    worker.close()
+
+
+def test_those_who_were_quick_go_first(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    order: list[int] = []
+    gate = threading.Event()
+
+    class Noted(Constraint):
+        def compute(self) -> None:
+            gate.wait(60)
+            order.append(round(self.cost))
+            super().compute()
+
+    made = []
+    for cost in (0, 3, 1, 2):
+        made.append(Noted(tokenizer, compiler.compile(json_object_spec()), reasoning=False))
+        made[-1].cost = float(cost)
+    worker = MaskWorker(step_s=60.0, longest_s=60.0)
+    worker.start(made)
+    gate.set()
+    worker.finish(made)
+    assert order == [0, 1, 2, 3]
     worker.close()
 
 

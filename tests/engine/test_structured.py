@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jsonschema
 import pytest
 
 from engines import Memo, assert_idle, short
-from forebay.engine.grammar import Grammar, GrammarCompiler, choice_spec, json_object_spec, json_spec, regex_spec
+from forebay.engine.constraint import Constraint, MaskWorker
+from forebay.engine.grammar import Grammar, choice_spec, json_object_spec, json_spec, regex_spec
+from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.llm import LLM
 from forebay.engine.tool_grammar import ToolForm, calls_spec
 from forebay.engine.types import Request, SamplingParams
 from forebay.model.chat import EncodedPrompt
+from forebay.model.errors import RequestError
 
 SHORT = {"type": "string", "maxLength": 12}
 
@@ -200,8 +203,56 @@ def test_a_form_that_becomes_too_complex_ends_its_own_request(compiler: GrammarC
     event = memo.last(bad)
     assert event.finish_reason == "error"
     assert event.error is not None
-    assert event.error.code == "grammar_failed"
+    assert isinstance(event.error, RequestError)
+    assert (event.error.code, event.error.param) == ("grammar_failed", "schema")
     jsonschema.validate(json.loads(said(memo, good)), SCHEMAS["flat"])
+    assert_idle(memo.engine)
+
+
+class Unhurried(MaskWorker):
+    """No mask is ever ready in the step that needs it, and every third not in the next one either."""
+
+    calls = 0
+
+    def finish(self, constraints: Sequence[Constraint], late: Sequence[Constraint] = ()) -> set[int]:
+        self.calls += 1
+        super().finish(constraints, late)
+        return {id(c) for c in constraints if not c.error} | {id(c) for c in late if self.calls % 3 == 0}
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_late_mask_only_delays(compiler: GrammarCompiler, tight: bool) -> None:
+    """Whoever sits a step out says the same as with masks in time: alone, as choices of one prompt, and preempted."""
+    forms = mixed(compiler)
+
+    def answers(worker: MaskWorker | None) -> tuple[list[str], float]:
+        memo = dice(kv_tokens=512, prefix_reuse=True) if tight else dice()
+        if worker is not None:
+            memo.engine.masks = worker
+        ids = [memo.add(short(20, i), thrown(120, seed=i), grammar=grammar) for i, (grammar, _) in enumerate(forms)]
+        grammar = compiler.compile(json_spec(SCHEMAS["flat"], "schema"))
+        ids += [memo.add(short(12, 3), thrown(120, seed=i), grammar=grammar, share="x") for i in range(3)]
+        memo.finish()
+        assert_idle(memo.engine)
+        assert not memo.engine._late
+        return [said(memo, request_id) for request_id in ids], memo.value("preemptions_total")
+
+    plain, _ = answers(None)
+    slow, preempted = answers(Unhurried())
+    assert slow == plain
+    assert bool(preempted) == tight
+
+
+def test_an_aborted_late_one_is_forgotten(compiler: GrammarCompiler) -> None:
+    memo = dice()
+    memo.engine.masks = Unhurried()
+    grammar = compiler.compile(json_spec(SCHEMAS["flat"], "schema"))
+    request_id = memo.add(short(8), thrown(50), grammar=grammar)
+    memo.step()
+    assert set(memo.engine._late) == {request_id}
+    memo.engine.abort(request_id)
+    memo.finish()
+    assert not memo.engine._late
     assert_idle(memo.engine)
 
 

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.model import token_cache
+from forebay.model import tokenizer as tokenizer_module
 from forebay.model.chat import ChatCodec
-from forebay.model.token_cache import TokenCache, TooManyTokensError, may_cut, pieces
+from forebay.model.token_cache import LongRunError, TokenCache, TooManyTokensError, may_cut, pieces
 from forebay.model.tokenizer import Tokenizer
 from noise_model import TOKENIZER
 
@@ -65,6 +66,9 @@ def test_every_short_text_in_pieces_is_the_whole(tokenizer: Tokenizer) -> None:
     assert check(tokenizer, texts) > 3000
 
 
+SPELLINGS = [
+    "<｜User｜>", "</think>", "<think>", "｜DSML｜", "<｜", "｜>", "<", "think>", "<｜end▁of▁sentence｜>", "DSML｜", "<｜fim▁hole｜>", " "
+]  # fmt: skip
 CHARACTERS = st.one_of(st.sampled_from(ALPHABET), st.characters(exclude_categories=["Cs"]))
 
 
@@ -98,7 +102,7 @@ def test_pieces_are_cut_from_the_start() -> None:
     for more in (" more", "x", "\n\nmore", text):
         assert pieces(text + more)[: len(cut) - 1] == cut[:-1]
     assert pieces("x" * 50_000) == ["x" * 50_000]
-    assert pieces("x" * 4000 + " " + "y" * 9000 + "\n" + "z" * 5000) == ["x" * 4000 + " " + "y" * 9000 + "\n", "z" * 5000]
+    assert pieces("x" * 4000 + " " + "y" * 9000 + "\n" + "z" * 5000) == ["x" * 4000 + " " + "y" * 9000, "\n" + "z" * 5000]
     assert pieces("") == [""]
 
 
@@ -271,3 +275,92 @@ def test_turns_of_a_chat_are_encoded_as_without_memory() -> None:
         missed = codec.token_cache.misses - missed
         assert turn == 0 or missed < len(messages[-1]["content"]) + len(messages[-2]["content"]) + 200
         messages.append({"role": "assistant", "content": f"Answer {turn}.", "reasoning_content": filler[turn : turn + 300]})
+
+
+# ---- counts, and raw text
+
+
+@given(st.lists(st.one_of(st.text(CHARACTERS, max_size=30), st.sampled_from(SPELLINGS)), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_raw_text_has_the_ids_that_the_library_gives_it(parts: list[str]) -> None:
+    """Whole spellings, and halves of them next to each other."""
+    text = "".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "PIECE", 3)
+        patch.setattr(token_cache, "WINDOW", 3)
+        patch.setattr(tokenizer_module, "WINDOW", 3)
+        patch.setattr(tokenizer_module, "BATCH", 20)
+        for tokenizer in _loaded():
+            whole = tokenizer._full.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode_special(text) == whole
+            assert tokenizer.encode_long(text) == tokenizer.encode(text)
+
+
+def test_of_two_spellings_the_longer_one_is_found() -> None:
+    spec = json.loads(TOKENIZER.read_bytes())
+    ends = ["<a", "<ab", "<abcd", "<b", "b<"]
+    last = max(entry["id"] for entry in spec["added_tokens"]) + 1
+    blank = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    ended = [{"id": last + i, "content": text, "special": True, "normalized": i == 3, **blank} for i, text in enumerate(ends)]
+    spec["added_tokens"] += ended
+    tokenizer = Tokenizer(json.dumps(spec).encode(), "here")
+    for length in range(7):
+        for text in map("".join, itertools.product("<abc", repeat=length)):
+            assert tokenizer.encode_special(text) == tokenizer._full.encode(text, add_special_tokens=False).ids, text
+    stripping = [{**entry, "lstrip": True} for entry in spec["added_tokens"]]
+    tokenizer = Tokenizer(json.dumps({**spec, "added_tokens": stripping}).encode(), "here")
+    assert tokenizer.encode_special("x  <ab") == tokenizer._full.encode("x  <ab", add_special_tokens=False).ids
+
+
+def test_counts_are_exact_and_share_what_is_remembered(tokenizer: Tokenizer) -> None:
+    cache = TokenCache(tokenizer.encodings, cut=True, max_bytes=1 << 20)
+    texts = ["The quick brown fox. " * 3000, "", "1 2 3 " * 9000, "The quick brown fox. " * 3000]
+    ids = tokenizer.encode_many(texts)
+    assert cache.count(texts) == sum(map(len, ids))
+    hits = cache.hits
+    assert cache.encode_many(texts) == ids
+    assert cache.hits == hits + sum(map(len, texts))
+    assert cache.count(texts) == sum(map(len, ids))
+    none = TokenCache(tokenizer.encodings, cut=True, max_bytes=0)
+    assert none.count(texts) == sum(map(len, ids)) and not none.bytes
+
+
+def test_a_count_holds_no_more_than_a_batch(tokenizer: Tokenizer) -> None:
+    """However long the text: what is tokenised at a time is bounded, and so is what stays."""
+    sizes: list[int] = []
+
+    def encode(texts: Sequence[str]) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return tokenizer.encodings(texts)
+
+    cache = TokenCache(encode, cut=True, max_bytes=1 << 16)
+    for text in ("1 " * 500_000, "a,b;" * 250_000, "漢。" * 500_000, "слово и " * 125_000, "".join(map(str, range(9999))) + "x" * 99):
+        sizes.clear()
+        assert cache.count([text]) > len(text) // 10
+        assert max(sizes) <= token_cache.BATCH + 3 * token_cache.PIECE or len(sizes) == 1
+        assert cache.bytes <= 1 << 16
+
+
+def test_text_that_cannot_be_cut_is_refused_unless_it_is_short(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_cache, "MAX_RUN", 10_000)
+    cache = TokenCache(tokenizer.encodings, cut=True, max_bytes=0)
+    for run, size in (("a" * 10_001, 10_001), ("é" * 5001, 10_002), ("!" * 20_000, 20_000)):
+        text = "Some words. " * 1000 + run
+        for work in (lambda: cache.count([text]), lambda: cache.encode_many([text]), lambda: tokenizer.encode_special(text)):  # noqa: B023
+            with pytest.raises(LongRunError) as error:
+                work()
+            assert error.value.size >= size - 1 and error.value.limit == 10_000
+    assert cache.count(["a" * 9000 + " " + "a" * 9000]) > 1
+
+
+def test_raw_text_over_a_limit_is_given_up_early(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "BATCH", 10_000)
+    seen: list[int] = []
+    encodings = tokenizer.encodings
+    monkeypatch.setattr(tokenizer, "encodings", lambda texts: seen.append(sum(map(len, texts))) or encodings(texts))
+    text = "1 " * 500_000
+    with pytest.raises(TooManyTokensError) as error:
+        tokenizer.encode_special(text, 20_000)
+    assert error.value.least > 20_000
+    assert sum(seen) < 100_000
+    assert len(tokenizer.encode_special("1 " * 100, 200)) <= 200

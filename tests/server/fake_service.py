@@ -1,6 +1,7 @@
 """`forebay serve` with a stand-in engine and application, run as a program by test_serve.py.
 
 The engine takes FAKE_LOAD_S to load (or fails with FAKE_ERROR) and dies after FAKE_DEATH_S; POST /slow answers after FAKE_SLOW_S.
+With FAKE_LAST_S it hangs when it is to end, and the process has so long to end all the same.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,6 +39,9 @@ class FakeClient:
         pass
 
     async def stop(self) -> None:
+        if "FAKE_LAST_S" in os.environ:
+            print("engine hangs", flush=True)
+            threading.Event().wait()  # on the loop
         print("engine stopped", flush=True)
 
     async def drain(self, grace_s: float) -> bool:
@@ -77,4 +82,5 @@ def fake_build(config: Any, threads: int, progress: Callable[[int, int, str], No
 if __name__ == "__main__":
     serve.build = fake_build  # type: ignore[assignment]
     serve.create_app = fake_app
+    serve.LAST_S = float(os.environ.get("FAKE_LAST_S", serve.LAST_S))
     sys.exit(cli.main(["serve", *sys.argv[1:]]))

@@ -271,23 +271,36 @@ def test_wrong_keys_in_the_environment_are_refused_and_not_shown(text: str) -> N
     assert "ecret" not in error.value.message and "schl" not in error.value.message
 
 
-def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever matches, and if none does: as many comparisons, each by the function that does not stop early."""
+def test_a_wrong_key_costs_as_many_hashes_as_there_are_salts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever matches, and if none does: one for keys of the environment, however many; one for each line of a file of old."""
     ring = KeyRing(ServerOptions(api_keys=",".join(f"key-number-{i}" for i in range(50))))
-    compared: list[int] = []
+    hashes: list[bytes] = []
+    digest = access._digest
 
-    def compare(a: bytes, b: bytes) -> bool:
-        compared.append(len(a) * (len(a) == len(b)))
-        return a == b
+    def count(key: bytes, salt: bytes) -> bytes:
+        hashes.append(key)
+        return digest(key, salt)
 
-    monkeypatch.setattr(access.hmac, "compare_digest", compare)
-    for key in ("key-number-0", "key-number-49", "key-number-x", "x"):
-        compared.clear()
-        who(ring, key)
-        assert compared == [32] * 50
-    compared.clear()
+    monkeypatch.setattr(access, "_digest", count)
+    for key, name in (("key-number-0", "key-1"), ("key-number-49", "key-50"), ("key-number-x", None), ("x", None)):
+        hashes.clear()
+        assert who(ring, key) == name
+        assert hashes == [key.encode()]
+    hashes.clear()
     assert who(ring, "key-number-49") == "key-50"  # known by now
-    assert not compared
+    assert not hashes
+    file = tmp_path / "keys"
+    write(file, *(line(f"k{i}", f"key-number-{i}") for i in range(7)))
+    ring = KeyRing(ServerOptions(api_keys_file=file))
+    hashes.clear()
+    assert (who(ring, "key-number-3"), who(ring, "nobody")) == ("k3", None)
+    assert len(hashes) == 14
+
+
+def test_metrics_that_need_a_key_need_keys() -> None:
+    with pytest.raises(ConfigError, match=r"server\.metrics_key"):
+        KeyRing(ServerOptions(metrics_key=True))
+    assert not KeyRing(ServerOptions(metrics_key=True, api_keys="some-key")).open
 
 
 def test_the_command_makes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +319,7 @@ def test_the_command_makes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[st
     first, second = ring.callers()
     assert (who(ring, alice), first.tenant, first.key and first.key.priority) == ("alice", "team", -5)
     assert (who(ring, bob), second.tenant, second.key and second.key.admin) == ("bob", "bob", True)
-    assert first.key and second.key and first.key.hash.partition(":")[0] != second.key.hash.partition(":")[0]
+    assert first.key and second.key and first.key.hash.partition(":")[0] == second.key.hash.partition(":")[0]
     assert cli.main(["keys", "list"]) == 0
     assert capsys.readouterr().out == "alice tenant=team requests_per_minute=60 priority=-5\nbob concurrency=2 admin=True\n"
     for arguments, message in [

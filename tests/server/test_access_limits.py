@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +317,75 @@ def test_responses_tell_a_limit_in_their_own_way(keyed: Served, stream: bool) ->
     assert error["code"] == "rate_limit_exceeded"
     assert re.search(r"Please try again in \d+s\.$", error["message"])
     assert len(keyed.engine.requests) == asked
+
+
+# ---- what counts, and when
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages/count_tokens", {"messages": HI}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_what_the_engine_does_not_run_is_not_counted(keyed: Served, path: str, body: dict[str, Any]) -> None:
+    """Agents count before every request, in bursts: spec §8.4."""
+
+    def ask(key: str) -> httpx.Response:
+        return httpx.post(keyed.url + path, headers={"x-api-key": key}, json=body)
+
+    assert {ask("key-slow").status_code for _ in range(20)} == {200}
+    assert "x-ratelimit-limit-requests" not in ask("key-slow").headers
+    assert [post(keyed, "key-slow").status_code for _ in range(7)] == [200] * 6 + [429]
+    assert ask("key-slow").status_code == 200
+    assert ask("wrong").status_code == 401
+    keyed.engine.hold = True
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(post, keyed, "key-two") for _ in range(2)]
+        keyed.wait(lambda: len(keyed.engine.running) == 2)
+        assert ask("key-two").status_code == 200
+        keyed.engine.hold = False
+        assert [future.result().status_code for future in running] == [200, 200]
+
+
+def test_prompts_count_from_when_the_engine_has_them(keyed: Served) -> None:
+    """A client that leaves before the first output has had its prompt worked on."""
+    keyed.engine.max_running = 0
+    long = [{"role": "user", "content": "word " * 500}]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(keyed.url + CHAT, headers={"x-api-key": "key-words"}, json={"messages": long}, timeout=httpx.Timeout(10, read=1.0))
+    keyed.wait(lambda: not keyed.engine.waiting)
+    spent = len(keyed.engine.requests[0].prompt_ids)
+    keyed.engine.max_running = 256
+    left = int(post(keyed, "key-words").headers["x-ratelimit-remaining-tokens"])
+    assert left == pytest.approx(1000 - spent, abs=80)
+
+
+def test_prompts_that_the_engine_has_no_place_for_are_given_back(keyed: Served) -> None:
+    keyed.engine.max_running = keyed.engine.max_queued = 0
+    long = [{"role": "user", "content": "word " * 900}]
+    for _ in range(5):
+        assert post(keyed, "key-words", messages=long).status_code == 503
+    keyed.engine.max_running = 256
+    assert int(post(keyed, "key-words").headers["x-ratelimit-remaining-tokens"]) == 1000
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["declared", "chunked", "packed"])
+def test_large_bodies_of_a_key_over_its_limits_are_not_read(keyed: Served, stream: bool, how: str) -> None:
+    for _ in range(6):
+        post(keyed, "key-slow", max_tokens=1)
+    body = json.dumps({"input": "x" * (3 << 20), "stream": stream}).encode()
+    headers = {"x-api-key": "key-slow", "content-type": "application/json"}
+    content: Any = body
+    if how == "chunked":
+        content = (body[i : i + 65536] for i in range(0, len(body), 65536))
+    elif how == "packed":
+        content, headers["content-encoding"] = gzip.compress(body), "gzip"
+    response = httpx.post(f"{keyed.url}/v1/responses", headers=headers, content=content)
+    assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "rate_limit_exceeded"
+    assert len(keyed.engine.requests) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import resource
@@ -15,7 +16,7 @@ from rich.console import Console
 from forebay.model.chat import ChatCodec
 from forebay.model.tokenizer import Tokenizer
 from forebay.server import cli
-from forebay.server.commands import bench_frontend, frontend_load, frontend_prompt
+from forebay.server.commands import bench_frontend, frontend_litellm, frontend_load, frontend_prompt
 from forebay.server.commands.bench_frontend import Row
 from forebay.server.commands.frontend_load import Shape
 from noise_model import TOKENIZER
@@ -59,7 +60,7 @@ def test_every_stream_is_measured_beside_the_peer(
 
 def test_a_stream_that_is_cut_short_is_told() -> None:
     """The server stops in the middle: what did not arrive counts as lost, with the reason."""
-    shape = Shape(streams=4, tokens=1_000_000, interval=0.01, gather=4)
+    shape = Shape(streams=4, tokens=1_000_000, interval=0.01)
 
     async def cut_short(server: frontend_load.Server) -> frontend_load.Outcome:
         load = frontend_load.Load(shape, server.report() and server.word.encode())
@@ -79,6 +80,51 @@ def test_a_stream_that_is_cut_short_is_told() -> None:
     assert (outcome.streams, outcome.finished) == (4, 0)
     assert any("closed after" in error for error in outcome.errors)
     assert len(outcome.latencies) > 0
+
+
+def test_the_server_is_warm_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go through the whole server first, and nothing of them is in the figures."""
+    served: list[tuple[frontend_load.Server, int, dict[str, int]]] = []
+    real = frontend_load.Load.run
+
+    async def run(load: frontend_load.Load, server: frontend_load.Server) -> frontend_load.Outcome:
+        outcome = await real(load, server)
+        served.append((server, outcome.finished, server.report()[1]))
+        return outcome
+
+    monkeypatch.setattr(frontend_load.Load, "run", run)
+    outcome = frontend_load.run(Shape(streams=3, tokens=5, interval=0.01), TOKENIZER)
+    (warm, warmed, _), (server, finished, first) = served
+    assert warm is server
+    assert (warmed, finished) == (frontend_load.WARM_STREAMS, 3)
+    assert set(first.values()) == {0} and len(first) == 3  # the measured streams begin together, with steps counted anew
+    assert (outcome.finished, len(outcome.latencies)) == (3, 15)
+    assert min(outcome.latencies) >= 0
+
+
+def test_a_peer_that_does_not_start_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    assert cli.main(["bench", "frontend", *SMALL, "--tokenizer", str(TOKENIZER), "--peer-python", str(python)]) != 0
+    assert "did not start" in capsys.readouterr().err
+
+
+def test_the_scripted_backend_of_litellm_gives_each_request_a_word_per_step() -> None:
+    """The part of the peer that is ours: it needs nothing that is not installed."""
+    steps = frontend_litellm.Steps(0.001)
+
+    async def one(name: str, count: int) -> list[str]:
+        return [word async for word in steps.words(name, count)]
+
+    async def all_of_them() -> list[list[str]]:
+        await one("warm", 2)
+        steps.restart(3)
+        return list(await asyncio.gather(*(one(f"r{i}", 4) for i in range(3))))
+
+    assert asyncio.run(all_of_them()) == [[frontend_litellm.WORD] * 4] * 3
+    assert steps.first == {"r0": 0, "r1": 0, "r2": 0}
+    assert len(steps.times) == 4 and steps.times == sorted(steps.times)
 
 
 def test_a_row_reaches_its_bar_or_does_not() -> None:

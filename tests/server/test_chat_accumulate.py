@@ -98,11 +98,12 @@ def opened(events: list[OutputEvent], prompt: EncodedPrompt, style: dict[str, An
 def sent(events: list[OutputEvent], prompt: EncodedPrompt, style: dict[str, Any], pacer: Pacer | None) -> list[dict[str, Any]]:
     """The chunks of a stream of these events."""
     choice = opened(events, prompt, style)
-    writer = ChunkWriter(HEAD, prompt, [choice])
+    writer = ChunkWriter(HEAD, prompt, [choice], include_usage=True)
     data = b""
     for event in events:
         if (ready := pacer.add(event) if pacer else event) is not None:
             data += writer.event(choice, ready)
+    data += writer.tail({"usage": usage(prompt, [choice])})
     return [json.loads(block.removeprefix(b"data: ")) for block in data.split(b"\n\n")[:-1]]
 
 
@@ -308,7 +309,7 @@ def test_a_streamed_body_equals_the_whole_one_over_the_wire(served: Served, clie
     look: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     fields: dict[str, Any] = {"model": "script", "messages": [{"role": "user", "content": "Hi"}], "tools": [look], "n": n, "logprobs": True}
     whole = client.chat.completions.create(**fields).model_dump()
-    with client.chat.completions.stream(**fields) as stream:
+    with client.chat.completions.stream(**fields, stream_options={"include_usage": True}) as stream:
         streamed = stream.get_final_completion().model_dump()
     assert {c["finish_reason"] for c in whole["choices"]} == {"tool_calls"}
     assert streamed["usage"] == whole["usage"]

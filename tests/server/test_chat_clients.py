@@ -87,10 +87,9 @@ def test_litellm_tools_round_trip(litellm: Any, ask: Any, served: Served, provid
     served.engine.say("</think>It rains.")
     history = [*HI, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
     assert ask(provider, messages=history, tools=[LOOK]).choices[0].message.content == "It rains."
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    assert "<think>Look there.</think>" in prompt.text
-    assert "<tool_result>rain</tool_result>" in prompt.text
+    prompt = served.engine.text()
+    assert "<think>Look there.</think>" in prompt
+    assert "<tool_result>rain</tool_result>" in prompt
 
 
 def test_litellm_errors_are_its_own(litellm: Any, ask: Any, served: Served) -> None:
@@ -145,9 +144,8 @@ def test_langchain_tools_round_trip(chat: Any, served: Served, stream: bool) -> 
     served.engine.say("</think>It rains.")
     history = [messages.HumanMessage("Hi"), answer, messages.ToolMessage("rain", tool_call_id=call["id"])]
     assert bound.invoke(history).content == "It rains."
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    assert "<tool_result>rain</tool_result>" in prompt.text
+    prompt = served.engine.text()
+    assert "<tool_result>rain</tool_result>" in prompt
 
 
 def test_langchain_structured_output(chat: Any, served: Served) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from forebay.server.config import load
 from forebay.server.limits import ServerOptions
+from forebay.server.turns import Turns
 from script_engine import Script, ScriptEngine, Served, serve
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -42,9 +45,7 @@ def joined(received: list[dict[str, Any]], name: str = "content") -> str:
 
 
 def prompt_text(served: Served) -> str:
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    return prompt.text
+    return served.engine.text()
 
 
 def message_of(served: Served, **body: Any) -> dict[str, Any]:
@@ -166,6 +167,55 @@ def test_scores_of_a_long_prompt_are_refused_by_their_number(served: Served) -> 
         assert "100" in error["message"]
 
 
+def test_banned_words_are_looked_up_once_and_not_on_the_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small body holds a thousand words; the loop, on which every other client's tokens pass, has no part in finding their tokens."""
+    tokenizer, looked = served.engine.tokenizer, []
+    loop = next(thread for thread in threading.enumerate() if thread.name == "server")
+    many, one = tokenizer.encode_many, tokenizer.encode
+
+    def encode_many(texts: list[str], *args: Any) -> Any:
+        looked.append((threading.current_thread() is loop, list(texts)))
+        return many(texts, *args)
+
+    def encode(text: str) -> list[int]:
+        looked.append((threading.current_thread() is loop, [text]))
+        return one(text)
+
+    monkeypatch.setattr(tokenizer, "encode_many", encode_many)
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    bodies = {"/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "Hi"}, "/v1/responses": {"input": "Hi"}}
+    for path, body in bodies.items():
+        looked.clear()
+        response = HTTP.post(f"{served.url}{path}", json={**body, "bad_words": ["a"] * 1000 + [" a"] * 24, "logit_bias": {"5": 3}})
+        assert response.status_code == 200, response.text
+        asked = [entry for entry in looked if "a" in entry[1]]
+        assert asked == [(False, ["a", " a"])], path
+        bias = served.engine.requests[-1].params.logit_bias
+        assert bias == {5: 3, one("a")[0]: -100.0, one(" a")[0]: -100.0}
+    error = ask(served, bad_words=["a", "a", "antidisestablishmentarianism"]).json()["error"]
+    assert error["param"] == "bad_words[2]"
+
+
+def test_a_prediction_is_reported_as_not_used(served: Served) -> None:
+    guess = {"type": "content", "content": "Hello there."}
+    response = ask(served, prediction=guess)
+    assert response.headers["x-forebay-ignored"] == "prediction"
+    none_used = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert none_used.items() <= response.json()["usage"]["completion_tokens_details"].items()
+    last = chunks(served, prediction=guess, stream_options={"include_usage": True})[-1]
+    assert none_used.items() <= last["usage"]["completion_tokens_details"].items()
+    assert not none_used.keys() & ask(served).json()["usage"]["completion_tokens_details"].keys()
+
+
+def test_a_running_request_keeps_no_text_of_its_prompt(served: Served) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI}), ("/v1/responses", {"input": "Hi"}), ("/v1/messages", {"messages": HI, "max_tokens": 5}),
+    ):  # fmt: skip
+        HTTP.post(f"{served.url}{path}", json=body).raise_for_status()
+        prompt = served.engine.requests[-1].prompt
+        assert prompt is not None and prompt.text == "" and prompt.token_ids
+
+
 # ---- what is ignored, and limits
 
 
@@ -175,15 +225,26 @@ def test_names_inside_objects_and_overruled_ones_are_told(served: Served) -> Non
         "max_tokens": 5, "max_completion_tokens": 6, "functions": [], "tools": [LOOK], "stream_interval": 3, "service_tier": "flex",
         "stream_options": {"include_obfuscation": True}, "metadata": {"a": "b"}, "user": "u",
     }  # fmt: skip
-    response = ask(served, **body)
+    response = ask(served, **body, stream=True)
     assert set(response.headers["x-forebay-ignored"].split(", ")) == {
-        "chat_template_kwargs.add_nothing", "reasoning.summary", "max_tokens", "functions", "stream_interval", "service_tier",
-        "stream_options", "metadata", "user",
+        "chat_template_kwargs.add_nothing", "reasoning.summary", "max_tokens", "functions", "service_tier",
+        "stream_options.include_obfuscation", "metadata", "user",
     }  # fmt: skip
-    assert response.json()["service_tier"] == "default"
     assert served.engine.requests[-1].params.max_tokens == 6
-    response = ask(served, stream=True, stream_options={"include_obfuscation": True})
-    assert response.headers["x-forebay-ignored"] == "stream_options.include_obfuscation"
+    response = ask(served, stream_interval=3, stream_reasoning=True)
+    assert response.headers["x-forebay-ignored"] == "stream_interval, stream_reasoning"
+    assert response.json()["service_tier"] == "default"
+    options = {"include_usage": True, "include_obfuscation": False}  # nothing is obfuscated, as asked
+    assert "x-forebay-ignored" not in ask(served, stream=True, stream_options=options).headers
+    style = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "description": "d", "bogus": 1}, "bogus": 2}
+    inside = {
+        "thinking": {"type": "disabled", "bogus": 1}, "response_format": style, "output_config": {"effort": "low", "bogus": 1},
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "look"}], "bogus": 1}, "tools": [LOOK],
+    }  # fmt: skip
+    assert set(ask(served, **inside).headers["x-forebay-ignored"].split(", ")) == {
+        "thinking.bogus", "response_format.bogus", "response_format.json_schema.bogus", "response_format.json_schema.description",
+        "output_config.bogus", "tool_choice.bogus",
+    }  # fmt: skip
 
 
 def test_many_ignored_names_are_counted(served: Served) -> None:
@@ -422,6 +483,43 @@ def test_input_in_place_of_messages(served: Served) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
 
 
+def test_a_chat_body_with_input_is_read_as_responses_reads_it(served: Served) -> None:
+    """The same items give the same prompt on both routes: all reasoning, and items of any type."""
+    items: list[Any] = [
+        *HI,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "First."}]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Second."}]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "rain"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "b", "output": "file"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+    ]
+    body = {"input": items, "instructions": "Be brief.", "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}]}
+    body["text"] = {"format": {"type": "json_object"}, "verbosity": "low"}
+    asked = [HTTP.post(f"{served.url}{path}", json=body) for path in ("/v1/chat/completions", "/v1/responses")]
+    assert [response.status_code for response in asked] == [200, 200], asked[0].text
+    chat, responses = (list(request.prompt_ids) for request in served.engine.requests)
+    assert chat == responses
+    assert "<think>First.\nSecond.</think>" in prompt_text(served)
+    for response in asked:
+        assert set(response.headers["x-forebay-ignored"].split(", ")) == {"input.web_search_call", "text.verbosity"}
+    # What is wrong is told of the client's own field.
+    for more, param in (
+        ({"type": "function_call", "call_id": "d", "name": "", "arguments": "{}"}, "input[10].name"),
+        ({"role": "user", "content": [{"type": "input_text", "text": 5}]}, "input[10].content[0].text"),
+    ):
+        error = HTTP.post(f"{served.url}/v1/chat/completions", json={**body, "input": [*items, more]}).json()["error"]
+        assert error["param"] == param and param in error["message"]
+    told = HTTP.post(f"{served.url}/v1/chat/completions", json={**body, "text": {"format": {"type": "xml"}}}).json()["error"]
+    assert told["param"] == "text.format.type"
+    both = HTTP.post(f"{served.url}/v1/chat/completions", json={"input": "Hi", "max_output_tokens": 5, "max_completion_tokens": 7})
+    assert both.headers["x-forebay-ignored"] == "max_output_tokens"
+    assert served.engine.requests[-1].params.max_tokens == 7
+
+
 # ---- json answers
 
 
@@ -470,6 +568,39 @@ def test_line_feeds_before_a_whole_answer(patient: Served) -> None:
         patient.engine.answer = Script(patient.engine.ids("</think>Late too."), delay_s=0.1)
         answer = client.chat.completions.create(model="script", messages=HI)
         assert answer.choices[0].message.content == "Late too."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, "encode"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}, "encode"),
+        ("/v1/responses", {"input": "Hi"}, "encode"),
+        ("/v1/completions", {"prompt": "Hi", "response_format": {"type": "json_object"}}, "hold"),
+    ],
+)
+def test_line_feeds_while_the_prompt_is_still_prepared(
+    patient: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], work: str
+) -> None:
+    """The engine has not been asked yet when the first ones come: encoding may take long, and so may a grammar."""
+    real = getattr(Turns, work)
+
+    async def slow(self: Turns, *args: Any, **options: Any) -> Any:
+        while not seen:
+            await asyncio.sleep(0.01)
+        assert not patient.engine.requests
+        return await real(self, *args, **options)
+
+    monkeypatch.setattr(Turns, work, slow)
+    patient.engine.requests.clear()
+    patient.engine.say("</think>Late.")
+    seen = b""
+    with httpx.stream("POST", f"{patient.url}{path}", json=body, timeout=20) as response:
+        assert response.status_code == 200
+        for data in response.iter_bytes():
+            seen += data
+    assert seen.startswith(b"\n") and "error" not in {name for name, value in json.loads(seen).items() if value}
+    assert len(patient.engine.requests) == 1
 
 
 def test_error_after_a_line_feed_is_an_envelope(patient: Served) -> None:

@@ -387,9 +387,12 @@ def test_where_usage_stands_in_a_stream(served: Served) -> None:
     assert total["prompt_tokens_details"] == {"cached_tokens": 2}
     assert total["prompt_cache_hit_tokens"] + total["prompt_cache_miss_tokens"] == total["prompt_tokens"]
     plain = events(post(served, body))
-    assert usages(plain) == [len(plain) - 1]
-    assert (plain[-1]["choices"][0]["finish_reason"], plain[-1]["usage"]) == ("stop", total)
-    assert all("usage" not in chunk for chunk in plain[:-1])
+    assert plain[-1]["choices"][0]["finish_reason"] == "stop"
+    assert not any("usage" in chunk for chunk in plain)
+    for options in ({}, {"include_usage": False}):
+        assert not any("usage" in chunk for chunk in events(post(served, {**body, "stream_options": options})))
+    error = post(served, {"prompt": "a", "stream_options": {"include_usage": True}})
+    assert (error.status_code, error.json()["error"]["param"]) == (400, "stream_options")
     apart = events(post(served, {**body, "stream_options": {"include_usage": True}}))
     assert (apart[-1]["choices"], apart[-1]["usage"]) == ([], total)
     assert all(chunk["usage"] is None for chunk in apart[:-1])

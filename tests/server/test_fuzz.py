@@ -6,27 +6,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import random
 import resource
 import statistics
 import time
 from collections import Counter
 from typing import Any
 
+import httpx
 import pytest
 
+from forebay.model.chat import ChatCodec
 from forebay.server.app import App
 from forebay.server.limits import ServerOptions
 from forebay.server.openapi import BODIES as DESCRIBED
 from forebay.server.openapi import document
 from forebay.server.protocol import KNOWN
-from fuzz_requests import BODIES, HI, Mutant, mutants
-from script_engine import Script, ScriptEngine
+from fuzz_requests import BODIES, HI, Mutant, mutants, packets
+from script_engine import Script, ScriptEngine, serve
 
 COUNT, _, SEED = os.environ.get("FUZZ_REQUESTS", "2000").partition(":")
 STUCK_S = 20.0
+KEPT = 128 << 20  # bytes: what is remembered of texts and grammars, at most
 AT_ONCE = 8
 GOOD = [Mutant("/v1/chat/completions", json.dumps({"messages": [HI], "stream": stream}).encode(), []) for stream in (False, True)]
 
@@ -154,6 +159,7 @@ def test_schemas_that_the_fuzz_found(properties: Any, stream: bool) -> None:
 def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     """No 5xx, no stuck request, memory flat, and a good request is answered in its usual time afterwards."""
     engine = ScriptEngine(max_context=4096)
+    engine.codec = ChatCodec(engine.tokenizer, cache_bytes=1 << 20)  # what is meant to be remembered would hide what is not
     texts = ["Hello there.", "Hm.</think>Hello there.", '{"x": 1}', "é\U0001f600 ok"]
     scripts = [Script([*engine.ids(text), engine.tokenizer.eos_id or 0], per_event=3) for text in texts]
     engine.answer = scripts[0]
@@ -166,7 +172,7 @@ def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
 
     async def run() -> tuple[float, float, list[int]]:
         before = await usual(app)
-        sizes: list[int] = []
+        sizes = [memory()]
         stream = enumerate(mutants(int(COUNT), int(SEED or 1), names))
         quarter = max(int(COUNT) // 4, 1)
 
@@ -199,5 +205,61 @@ def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     assert not [r.getMessage() for r in caplog.records if r.name == "forebay.server" and r.exc_info], "a traceback in the log"
     assert not engine.running and not engine.waiting
     assert statuses[200] > int(COUNT) / 20 and statuses[400] > int(COUNT) / 20  # both ways were taken
-    assert sizes[-1] - sizes[0] < 48 << 20, sizes
+    assert sizes[-1] - sizes[1] < 48 << 20, sizes
+    assert sizes[-1] - sizes[0] < KEPT, sizes
     assert after < 4 * before + 0.005, (before, after)
+
+
+@pytest.mark.slow
+@pytest.mark.case("B109", "B111", "B116")
+def test_broken_connections_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    """The same over real connections: every one ends, nothing is left of it, and no answer has a fault of ours."""
+    engine = ScriptEngine(max_context=4096)
+    engine.say("Hello there.")
+    rng = random.Random(int(SEED or 1))
+    names = sorted(KNOWN)
+    count = int(COUNT) // 4
+    options = ServerOptions(head_timeout_s=0.5, body_timeout_s=0.5, keep_alive_s=0.5)
+    with serve(engine, options) as served:
+
+        async def send(mutant: Mutant, pieces: list[bytes]) -> bytes:
+            received = b""
+            reader, writer = await asyncio.open_connection(served.host, served.port)
+            try:
+                with contextlib.suppress(OSError):
+                    for piece in pieces:
+                        writer.write(piece)
+                        await writer.drain()
+                        await asyncio.sleep(0)
+                    if rng.random() < 0.3:
+                        writer.write_eof()
+                    elif rng.random() < 0.1:
+                        return b""
+                    while piece := await reader.read(1 << 16):
+                        received += piece
+            finally:
+                writer.close()
+            return received
+
+        async def run() -> None:
+            stream = mutants(count, int(SEED or 1) + 1, names)
+
+            async def worker() -> None:
+                for mutant in stream:
+                    engine.requests.clear()
+                    pieces = list(packets(mutant, rng))
+                    async with asyncio.timeout(STUCK_S):
+                        received = await send(mutant, pieces)
+                    told = (b"".join(pieces)[:1000], received[:300], received[-300:])
+                    assert b"HTTP/1.1 50" not in received and b"internal_error" not in received, told
+                    assert not received or received.startswith(b"HTTP/1.1 "), told
+
+            await asyncio.gather(*(worker() for _ in range(AT_ONCE)))
+
+        asyncio.run(run())
+        served.wait(lambda: not engine.running and not engine.waiting)
+        served.wait(lambda: not served.server.server_state.connections)
+        assert served.app._turns.bodies.used == 0
+        response = httpx.post(served.url + GOOD[0].path, content=GOOD[0].body)
+        assert response.status_code == 200
+    assert not [r.getMessage() for r in caplog.records if r.exc_info], "a traceback in the log"

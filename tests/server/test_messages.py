@@ -210,9 +210,7 @@ def test_thinking_that_is_not_shown(served: Served, client: anthropic.Anthropic)
 
 
 def prompt_of(served: Served) -> str:
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    return prompt.text
+    return served.engine.text()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -305,7 +303,7 @@ def test_headers(served: Served, client: anthropic.Anthropic) -> None:
     body: dict[str, Any] = {**ASK, "metadata": {"user_id": "u"}, "made_up": 1, "bad\nname": 1, "tools": [{"type": "web_search_20250305"}]}
     answer = httpx.post(f"{served.url}/v1/messages", json=body, headers={"x-request-id": "mine.1"})
     assert answer.headers["request-id"] == answer.headers["x-request-id"] == "mine.1"
-    assert answer.headers["x-forebay-ignored"] == "metadata, tools[0], made_up"
+    assert answer.headers["x-forebay-ignored"] == "metadata, tools[0], made_up, 1 more"
     assert answer.json()["id"] == "msg_mine.1"
     assert client.messages.create(**ASK)._request_id
     assert 'forebay_unknown_fields_total{field="made_up"}' in served.engine.metrics.render().decode()
@@ -376,8 +374,9 @@ def test_a_server_that_has_no_room(served: Served, client: anthropic.Anthropic) 
         served.engine.state = state  # type: ignore[assignment]
         assert refused(client, anthropic.OverloadedError)["type"] == "overloaded_error"
         with pytest.raises(anthropic.OverloadedError) as error:
-            client.messages.count_tokens(model="script", messages=HI)
+            client.messages.create(model="script", messages=HI, max_tokens=5)
         assert int(error.value.response.headers["retry-after"]) >= 1
+        assert client.messages.count_tokens(model="script", messages=HI).input_tokens > 2  # nobody waits for the engine to count
     served.engine.state = "dead"
     assert refused(client, anthropic.InternalServerError)["type"] == "api_error"
     served.engine.state = "ready"

@@ -145,7 +145,7 @@ def test_forty_turns_extend_each_other_token_by_token(served: Served, client: an
         assert len(after) > len(before) + len(answered)
         reused += len(before) + len(answered)
     assert reused >= 0.9 * sum(map(len, prompts))
-    assert "billing" not in (served.engine.requests[-1].prompt.text if served.engine.requests[-1].prompt else "billing")
+    assert "billing" not in served.engine.text()
 
 
 def test_an_interrupted_turn_goes_on_from_where_it_was(served: Served, client: anthropic.Anthropic) -> None:
@@ -167,9 +167,8 @@ def test_an_interrupted_turn_goes_on_from_where_it_was(served: Served, client: a
     assert message.content[-1].type == "text" and message.content[-1].text == "Stopped."
     before, after = (list(request.prompt_ids) for request in served.engine.requests[-2:])
     assert after[: len(before)] == before
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    assert "<tool_result></tool_result>\n\n[Request interrupted by user]\n\nNo!<｜Assistant｜><think>" in prompt.text
+    prompt = served.engine.text()
+    assert "<tool_result></tool_result>\n\n[Request interrupted by user]\n\nNo!<｜Assistant｜><think>" in prompt
 
 
 def test_the_requests_around_a_session(served: Served, client: anthropic.Anthropic) -> None:

@@ -112,9 +112,8 @@ def test_tools_round_trip(served: Served, client: openai.OpenAI) -> None:
     before, after = served.engine.requests
     said = served.engine.ids("I look.</think>Wait." + calls(("write", {"text": "<b> & \n"}), ("files::read", {"text": "a"})))
     assert list(after.prompt_ids[: len(before.prompt_ids) + len(said)]) == [*before.prompt_ids, *said]
-    assert after.prompt is not None
     # Results stand in the order of the calls.
-    assert after.prompt.text.index("written") < after.prompt.text.index("text of the file")
+    assert served.engine.text().index("written") < served.engine.text().index("text of the file")
 
 
 @pytest.mark.parametrize("text", ["*** Begin\n+é漢🙂 \"q\" \\ \t</b>\n*** End", "", "x"])
@@ -132,9 +131,8 @@ def test_custom_tool(served: Served, client: openai.OpenAI, text: str) -> None:
     history: Any = [{"role": "user", "content": "Hi"}, call.to_dict(),
                     {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "applied"}]  # fmt: skip
     client.responses.create(model="script", input=history, tools=tools)
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    assert f'<｜DSML｜ parameter name="input" string="true">{text}</｜DSML｜ parameter>' in prompt.text
+    prompt = served.engine.text()
+    assert f'<｜DSML｜ parameter name="input" string="true">{text}</｜DSML｜ parameter>' in prompt
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_structured_output(served: Served, client: openai.OpenAI) -> None:
     prompt = served.engine.requests[0].prompt
     assert prompt is not None
     assert prompt.parse.json
-    assert '"people"' in prompt.text  # the schema is told to the model
+    assert '"people"' in served.engine.text(0)  # the schema is told to the model
     assert parsed.text is not None
     assert parsed.text.format is not None
     assert parsed.text.format.type == "json_schema"

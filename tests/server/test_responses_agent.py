@@ -66,13 +66,12 @@ def test_request_of_codex(served: Served) -> None:
     assert (patch["type"], patch["input"]) == ("custom_tool_call", "*** Begin Patch\n*** End Patch")
     usage = received[-1]["response"]["usage"]
     assert all(isinstance(usage[name], int) for name in ("input_tokens", "output_tokens", "total_tokens"))
-    prompt = served.engine.requests[0].prompt
-    assert prompt is not None
+    prompt = served.engine.text(0)
     order = ["You are a coding agent.", '"agents::spawn"', "<permissions>", "<environment_context>", "Fix the bug."]
-    assert sorted(order, key=prompt.text.index) == order
-    assert "web_search" not in prompt.text
-    assert prompt.parse.max_calls == 1
-    assert prompt.effort == 75
+    assert sorted(order, key=prompt.index) == order
+    assert "web_search" not in prompt
+    asked = served.engine.requests[0].prompt
+    assert asked is not None and (asked.parse.max_calls, asked.effort) == (1, 75)
 
 
 def test_null_reasoning_and_no_include(served: Served) -> None:
@@ -92,9 +91,8 @@ def test_namespace_tool_comes_back_by_its_own_name(served: Served) -> None:
     assert (done["name"], json.loads(done["arguments"])) == ("spawn", {"task": "t"})
     history = [*codex()["input"], call, {"type": "function_call_output", "call_id": call["call_id"], "output": "started"}]
     post(served, **codex(input=history))
-    prompt = served.engine.requests[-1].prompt
-    assert prompt is not None
-    assert '<｜DSML｜ invoke name="agents::spawn">' in prompt.text
+    prompt = served.engine.text()
+    assert '<｜DSML｜ invoke name="agents::spawn">' in prompt
 
 
 def _turn(rng: random.Random, number: int) -> str:

@@ -225,6 +225,26 @@ def test_second_signal_stops_at_once(second: signal.Signals) -> None:
     assert "engine stopped" not in out
 
 
+def test_what_hangs_at_the_end_does_not_keep_the_process() -> None:
+    with service("--set", "server.drain_timeout_s=0", FAKE_LAST_S="-4") as process:
+        url_of(process)
+        process.send_signal(signal.SIGTERM)
+        status, out, err = end(process)
+    assert (status, "engine hangs" in out) == (1, True)
+    assert "not everything has ended" in err
+
+
+def test_second_signal_needs_no_loop() -> None:
+    with service("--set", "server.drain_timeout_s=0", FAKE_LAST_S="300") as process:
+        url_of(process)
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "engine hangs")
+        process.send_signal(signal.SIGTERM)
+        status, _, err = end(process)
+    assert status == 128 + signal.SIGTERM
+    assert "stopped at once" in err
+
+
 def test_drain_ends_after_its_time() -> None:
     with service("--set", "server.drain_timeout_s=0.3", FAKE_SLOW_S="3") as process:
         thread, _ = in_background(f"{url_of(process)}/slow")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
+from forebay.server import exchange, tokens
 from script_engine import Served
 
 TEXT = "Grüße <think> 東京\n👩🏽‍🚀 <｜User｜>"
@@ -69,8 +72,7 @@ def test_messages_are_what_chat_would_prefill(served: Served, fields: dict[str, 
     request = served.engine.requests[-1]
     answer = tokenize(served, {**body, "return_prompt": True})
     assert answer["tokens"] == list(request.prompt_ids)
-    assert request.prompt is not None
-    assert answer["prompt"] == request.prompt.text
+    assert answer["prompt"] == served.engine.tokenizer.decode(request.prompt_ids)
     assert len(served.engine.requests) == 1
 
 
@@ -108,9 +110,81 @@ def test_refusals_name_the_field(served: Served, body: dict[str, Any], param: st
     assert param in error["message"]
 
 
-def test_text_longer_than_the_context_is_counted_too(served: Served) -> None:
-    served.engine.max_context = 5
-    assert tokenize(served, {"prompt": "word " * 50})["count"] > 50
+@pytest.mark.parametrize("body", [{"prompt": "word " * 150}, {"messages": [{"role": "user", "content": "word " * 150}]}])
+def test_text_longer_than_the_context_is_listed_up_to_four_times_its_length(served: Served, body: dict[str, Any]) -> None:
+    served.engine.max_context = 50
+    field = next(iter(body))
+    listed = tokenize(served, body)
+    assert 150 < listed["count"] == len(listed["tokens"]) <= 200
+    longer = json.loads(json.dumps(body).replace("word " * 150, "word " * 250))
+    error = refused(post(served, "/tokenize", longer))
+    assert error["param"] == field and "at most 200 tokens" in error["message"] and error["code"] == "string_above_max_length"
+    for name in ("with_pieces", "return_token_strs"):
+        error = refused(post(served, "/tokenize", {**body, name: True}))
+        assert error["param"] == name and "50 tokens" in error["message"]
+    error = refused(post(served, "/detokenize", {"tokens": [5] * 201}))
+    assert error["param"] == "tokens" and "200" in error["message"]
+    assert post(served, "/detokenize", {"tokens": [5] * 200}).status_code == 200
+
+
+def test_answers_in_slices_are_whole(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Ab 12, é漢\n" * 400
+    whole = tokenize(served, {"prompt": text, "return_token_strs": True, "return_prompt": True})
+    pieces = tokenize(served, {"prompt": text, "with_pieces": True})
+    for size in (1, 7, 1000, len(whole["tokens"]), len(whole["tokens"]) - 1):
+        monkeypatch.setattr(tokens, "_SLICE", size)
+        monkeypatch.setattr(exchange, "_PART", 1000)
+        assert tokenize(served, {"prompt": text, "return_token_strs": True, "return_prompt": True}) == whole
+        assert tokenize(served, {"prompt": text, "with_pieces": True}) == pieces
+    assert tokenize(served, {"prompt": "", "add_special_tokens": False, "return_token_strs": True})["tokens"] == []
+
+
+def test_a_long_text_is_given_up_before_it_is_tokenised(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million tokens would be gigabytes: no more of them are found than it takes to know that they are too many."""
+    served.engine.max_context = 1000
+    seen: list[int] = []
+    tokenizer = served.engine.tokenizer
+    encodings = tokenizer.encodings
+
+    def encode(texts: Sequence[str]) -> Any:
+        seen.append(sum(map(len, texts)))
+        return encodings(texts)
+
+    monkeypatch.setattr(tokenizer, "encodings", encode)
+    refused(post(served, "/tokenize", {"prompt": "1 " * 40_000}))
+    assert 0 < sum(seen) < 600_000
+    refused(post(served, "/tokenize", {"prompt": "1 " * 2_000_000}))
+    assert sum(seen) < 600_000
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+def test_counts_know_no_limit_and_make_no_ids(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.engine.max_context = 1000
+
+    def count(content: str) -> int:
+        chat = [{"role": "user", "content": content}]
+        body: dict[str, Any] = {"messages": chat} if "messages" in path else {"input": chat, "reasoning": {"effort": "none"}}
+        response = post(served, path, body)
+        assert response.status_code == 200, response.text
+        return int(response.json()["input_tokens"])
+
+    few = count("1 ")
+    cache = served.engine.codec.token_cache
+    monkeypatch.setattr(cache, "_max_bytes", 1 << 16)
+    assert count("1 " * 300_000) == few + 2 * 299_999
+    assert cache.bytes <= 1 << 16
+    listed = tokenize(served, {"messages": [{"role": "user", "content": "1 " * 700}], "thinking": {"type": "disabled"}})["count"]
+    assert count("1 " * 700) == listed
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}), ("/v1/responses/input_tokens", {"input": "x"})],
+)
+def test_counts_need_no_engine(served: Served, state: Any, path: str, body: dict[str, Any]) -> None:
+    served.engine.state = state
+    assert post(served, path, body).json()["input_tokens"] > 2
     assert tokenize(served, {"messages": [{"role": "user", "content": "word " * 50}]})["count"] > 50
 
 
@@ -165,6 +239,7 @@ def test_they_answer_without_the_engine(served: Served, state: Any) -> None:
 
 def test_large_texts_leave_the_loop_free(served: Served) -> None:
     """Probes answer while megabytes are tokenised."""
+    served.engine.max_context = 1 << 20
     text = "The quick brown fox. " * 60_000
     found: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}/tokenize", json={"prompt": text}, timeout=120.0)))
