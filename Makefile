@@ -6,7 +6,7 @@
 # make demo-train  trains the demo network (one GPU; goes on where it was stopped) and writes it to build/demo-checkpoint;
 #                  TRAIN="--seconds 500" trains for a piece
 # make demo-tokenizer   trains a tokenizer like the demo's (into build/; the committed one stays)
-# make demo-eval   what the demo network gets right under every approximation; QUALITY="--quick" for a look
+# make demo-eval   what the demo network gets right, in the default mode and under approximations; QUALITY="--quick" for a look
 # make clean   removes what the others made
 
 PYTHON ?= python3

@@ -150,8 +150,9 @@ class Request:
 
     `prefill`, `replay` and `max_lineage` override the engine's. `salt` separates cache tenants. Lower `priority` runs sooner. `prompt` is
     the chat encoding when there is one. Requests with the same `share` are choices of one prompt: those that arrive before the first has
-    its first token share its prefill. `resume_at_most` is for measurements: no more tokens than these are taken from the cache. `grammar`
-    is the form of the answer, from the end of its reasoning on. `reasoning_budget` is the most tokens of reasoning, which are then ended.
+    its first token share its prefill, if they take the same from the cache. `resume_at_most` is for measurements: no more tokens than
+    these are taken from the cache. `grammar` is the form of the answer, from the end of its reasoning on. `reasoning_budget` is the most
+    tokens of reasoning, which are then ended.
     """
 
     prompt_ids: Sequence[int]

@@ -310,13 +310,16 @@ class Engine:
                 events.append(self._end(sequence, "error", self._flush(sequence, "error"), error=ending or refuse))
 
     def _add(self, sequence: Sequence) -> None:
-        """Queue a sequence, or let it wait for the prefill of another choice of its prompt."""
+        """Queue a sequence, or let it wait for the prefill of another choice of its prompt.
+
+        One that takes less from the cache than the other does, or more, has its own prefill: their texts may differ.
+        """
         share = sequence.request.share
         if share is None:
             self.scheduler.add(sequence)
             return
         leader = self._leaders.setdefault(share, sequence)
-        if leader is sequence:
+        if leader is sequence or leader.policy != sequence.policy:
             self.scheduler.add(sequence)
         else:
             sequence.leader = leader
@@ -411,8 +414,9 @@ class Engine:
         places: list[int] = []
         for place, leader in enumerate(row.sequence for row in rows if row.wants_logits):
             followers = list(leader.followers)
-            if leader.request.share is not None:
-                self._leaders.pop(leader.request.share, None)
+            share = leader.request.share
+            if share is not None and self._leaders.get(share) is leader:
+                del self._leaders[share]
                 self.scheduler.fork(leader)
             due += [leader, *followers]
             places += [place] * (1 + len(followers))

@@ -346,7 +346,7 @@ def _compare_with_cold_runs(driver: Driver, numbers: random.Random) -> None:
     """Answers without an approximation are those of an engine that has no cache; so are bytes without replays behind them."""
     llm = fresh(tiny())
     preempted = [output for output in driver.outputs if output[2]]
-    chosen = numbers.sample(driver.outputs, 60) + preempted[:20]
+    chosen = numbers.sample(driver.outputs, 200) + preempted[:20]
     checked = 0
     for prompt, answer, _ in chosen:
         fresh(llm)
