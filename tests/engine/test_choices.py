@@ -87,12 +87,12 @@ def test_an_aborted_choice_does_not_take_the_others_along(gone: int) -> None:
 def test_a_choice_that_takes_less_from_the_cache_has_its_own_prefill() -> None:
     """Bounded and exact prefill give this prompt different texts; neither choice may get the other's."""
     llm = fresh(tiny())
-    requests = [Request(prompt(60), greedy(8), share="s", prefill=mode) for mode in ("bounded", "exact", "bounded", "exact")]
+    requests = [Request(prompt(60, 1), greedy(8), share="s", prefill=mode) for mode in ("bounded", "exact", "bounded", "exact")]
     events = run(llm, requests, lambda: None)
     texts = [tuple(t for e in events[r.request_id] for t in e.token_ids) for r in requests]
     assert texts[0] != texts[1]
     for request, text in zip(requests, texts, strict=True):
-        alone = Request(prompt(60), greedy(8), prefill=request.prefill)
+        alone = Request(prompt(60, 1), greedy(8), prefill=request.prefill)
         found = run(fresh(llm), [alone], lambda: None)[alone.request_id]
         assert text == tuple(t for e in found for t in e.token_ids)
     assert_idle(llm.engine)
