@@ -617,7 +617,7 @@ class TieredMemo(Memo):
 
     def __init__(self, tiers: TierOptions, clock: Clock, fingerprint: str, **options: Any) -> None:
         chosen = EngineOptions(**{"max_sequences": 6, "kv_tokens": 40 * WINDOW, "encoder_tokens": 48, **options})
-        config, tokenizer, codec = _memo_parts()
+        config, tokenizer, codec = _memo_parts(256)
         layout = KVLayout.of(config)
         blocks = BlockPool(layout, layout.blocks_for(chosen.kv_tokens or 0) + 1)
         windows = WindowPool(layout, config, chosen.max_sequences + 1)
@@ -653,7 +653,7 @@ class EngineChaos:
         self.memo = self._start()
 
     def _start(self, budget: int = 1 << 30) -> TieredMemo:
-        block = KVLayout.of(_memo_parts()[0]).block_bytes
+        block = KVLayout.of(_memo_parts(256)[0]).block_bytes
         tiers = TierOptions(
             dir=self.folder, ssd_bytes=budget, ssd_free_bytes=0, staging_bytes=6 * block, redis_url=self.server.url,
             swa_ttl_s=SNAPSHOT_TTL_S,
