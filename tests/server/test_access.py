@@ -26,7 +26,7 @@ ALICE = "alice-0123456789abcdef"
 ROBOT = "robot-0123456789abcdef"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT-ISH")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,8 @@ def test_no_route_answers_without_a_key_but_the_open_ones(served: Served) -> Non
         for spelling in spellings(path):
             for method in METHODS if spelling in (path, f"{path}/", escaped(path)) else ("GET", "POST", "OPTIONS", "HEAD"):
                 status, answer = raw(served, method, spelling)
-                assert status in (401, 404) or (status == 400 and method == "CONNECT-ISH"), (method, spelling, answer[:80])
+                assert status in (401, 404), (method, spelling, answer[:80])
+    assert raw(served, "CONNECT-ISH", CHAT)[0] == 400  # no method at all; the connection is kept a second for what may still come
     near = (ALICE.upper(), ALICE[:-1], f"{ALICE}x", f" {ALICE[1:]}", f"{ALICE},{ROBOT}", hashed(ALICE.encode()))
     wrong = (*near, "", "*", "null", "x" * 5000)
     for path in guarded:
