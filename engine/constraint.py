@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.engine.grammar import Grammar
+from forebay.engine.grammar_metrics import GrammarMetrics
 from forebay.model.tokenizer import Tokenizer
 
 MASK_S = 1.0  # longest time one mask may take; the library's own limits end it after some milliseconds
@@ -224,9 +225,9 @@ class MaskWorker:
         waited_s: seconds that steps have waited for masks so far.
     """
 
-    def __init__(self, longest_s: float = MASK_S, step_s: float = STEP_S) -> None:
+    def __init__(self, longest_s: float = MASK_S, step_s: float = STEP_S, metrics: GrammarMetrics | None = None) -> None:
         """`longest_s` bounds one mask, `step_s` the wait of one `finish`."""
-        self.longest_s, self.step_s = longest_s, step_s
+        self.longest_s, self.step_s, self.metrics = longest_s, step_s, metrics
         self.waited_s = 0.0
         self._changed = threading.Condition()
         self._line: list[Constraint] = []
@@ -239,7 +240,7 @@ class MaskWorker:
             if wanted := [c for c in constraints if id(c) not in busy and c.pending]:
                 self._line += wanted
                 if self._crew is None:
-                    self._crew = _Crew(self._changed, self._line)
+                    self._crew = _Crew(self._changed, self._line, self.metrics)
                 self._changed.notify_all()
 
     def finish(self, constraints: Sequence[Constraint], late: Sequence[Constraint] = ()) -> set[int]:
@@ -258,8 +259,12 @@ class MaskWorker:
                     break
                 self._changed.wait(min(began + self.step_s - now, self._patience()))
             left = self._unfinished()
-        self.waited_s += time.perf_counter() - began
-        return {id(c) for c in (*constraints, *late)} & left
+        waited_s = time.perf_counter() - began
+        self.waited_s += waited_s
+        absent = {id(c) for c in (*constraints, *late)} & left
+        if self.metrics is not None and waited:
+            self.metrics.waited(waited_s, len(absent))
+        return absent
 
     def _unfinished(self) -> set[int]:
         """Those that wait or are being computed, after giving up the one that takes too long."""
@@ -269,7 +274,7 @@ class MaskWorker:
             crew.current.error = f"a mask of its grammar took longer than {self.longest_s:g} s"
             log.warning("a mask took longer than %g s; its request fails", self.longest_s)
             crew.dismissed = True
-            crew = self._crew = _Crew(self._changed, self._line) if self._line else None
+            crew = self._crew = _Crew(self._changed, self._line, self.metrics) if self._line else None
         busy = {id(c) for c in self._line}
         return busy | {id(crew.current)} if crew is not None and crew.current is not None else busy
 
@@ -296,10 +301,11 @@ class MaskWorker:
 class _Crew:
     """The thread that computes: what it is at, since when, and whether it is to stop after that. All under the lock of its worker."""
 
-    def __init__(self, changed: threading.Condition, line: list[Constraint]) -> None:
+    def __init__(self, changed: threading.Condition, line: list[Constraint], metrics: GrammarMetrics | None) -> None:
         self.current: Constraint | None = None
         self.began = 0.0
         self.dismissed = False
+        self._metrics = metrics
         # A daemon: one that hangs does not keep the process from ending.
         threading.Thread(target=self._work, args=(changed, line), name="forebay-masks", daemon=True).start()
 
@@ -318,6 +324,8 @@ class _Crew:
                 constraint.compute()
             except BaseException as error:
                 constraint.error = f"its grammar failed ({type(error).__name__})"
+            if self._metrics is not None:
+                self._metrics.mask(constraint.cost)
             with changed:
                 if not self.dismissed:
                     self.current = None

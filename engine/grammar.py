@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import llguidance
 
+from forebay.engine.grammar_schema import plain
 from forebay.model.errors import RequestError
 
 MAX_BYTES = 512 << 10  # of a schema as JSON, or of a regular expression
@@ -38,12 +39,14 @@ class GrammarSpec:
             call, and what follows that marker is covered.
         param: the request's field it came from, for errors.
         probes: (terminal, param) of those that may match nothing at all: inside a grammar that would be a way without an end.
+        remarks: what it leaves out of the schema that it is made of.
     """
 
     lark: str
     begins: Literal["content", "marker"] = "content"
     param: str = "grammar"
     probes: tuple[tuple[str, str], ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def key(self) -> bytes:
@@ -101,18 +104,33 @@ def check_schema(schema: Any, param: str) -> None:
         raise refused(f"is {size} bytes long, the limit is {MAX_BYTES}", param)
 
 
+def plain_schema(schema: Any, param: str, *, strict: bool) -> tuple[Any, tuple[str, ...]]:
+    """A schema, checked, as rules are made of it, and what of it cannot be enforced, which is an error with `strict`.
+
+    Raises RequestError.
+    """
+    check_schema(schema, param)
+    found, remarks = plain(schema)
+    if found is False:
+        why = "it is false" if schema is False else "it needs itself again, without an end ($ref)"
+        raise refused(f"allows no answer at all: {why}", param)
+    if strict and remarks:
+        raise refused(remarks[0], param)
+    return found, remarks
+
+
 def json_rule(schema: Any, *, strict: bool) -> str:
-    """A rule for JSON of a checked schema. What is not supported is an error with `strict` and otherwise left out, with a warning."""
+    """A rule for JSON of a plain schema. What is not supported is an error with `strict` and otherwise left out, with a warning."""
     settings = {"whitespace_pattern": SPACE, "lenient": not strict}
     if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
+        schema = {} if schema else {"enum": []}
     return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
 
 
 def json_spec(schema: Any, param: str, *, strict: bool = True) -> GrammarSpec:
-    """JSON that the schema allows, without space around it. Raises RequestError for a schema beyond the limits."""
-    check_schema(schema, param)
-    return GrammarSpec(f"start: {json_rule(schema, strict=strict)}", param=param)
+    """JSON that the schema allows, without space around it. Raises RequestError for a schema beyond the limits or without an end."""
+    found, remarks = plain_schema(schema, param, strict=strict)
+    return GrammarSpec(f"start: {json_rule(found, strict=strict)}", param=param, remarks=remarks)
 
 
 def json_object_spec(param: str = "response_format") -> GrammarSpec:

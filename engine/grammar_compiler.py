@@ -19,6 +19,7 @@ import llguidance
 from forebay.engine import grammar_check
 from forebay.engine.grammar import MAX_LARK, Grammar, GrammarSpec, json_rule, refused
 from forebay.engine.grammar_check import CheckerError, GrammarChecker, TimeLimitError
+from forebay.engine.grammar_metrics import GrammarMetrics, Result
 from forebay.engine.grammar_store import Refusal, WeighedStore
 from forebay.engine.types import UnavailableError
 from forebay.model.errors import RequestError
@@ -42,9 +43,17 @@ Write = Callable[[], GrammarSpec]
 class GrammarCompiler:
     """Builds grammars for one tokenizer and keeps the latest. Every method may be called from several threads at once."""
 
-    def __init__(self, tokenizer: Tokenizer, *, seconds: float = COMPILE_S, checkers: int = 2, kept: int = MAX_KEPT) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seconds: float = COMPILE_S,
+        checkers: int = 2,
+        kept: int = MAX_KEPT,
+        metrics: GrammarMetrics | None = None,
+    ) -> None:
         """`seconds` bounds one build; `checkers` is how many grammars are tried at once, each in a process; `kept` is in bytes."""
-        self.tokenizer, self.seconds = tokenizer, seconds
+        self.tokenizer, self.seconds, self.metrics = tokenizer, seconds, metrics
         self._lock = threading.Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
         self._vocabulary_lock = threading.Lock()
@@ -81,10 +90,15 @@ class GrammarCompiler:
                 mine = self._building[key] = Future()
         if building is not None:
             return building.result()
+        began = time.perf_counter()
+        result: Result = "failed"
         try:
             outcome, weight, seconds = self._outcome(write)
+            result = "built" if isinstance(outcome, Grammar) else "refused" if seconds is None else "too_slow"
             with self._lock:
                 self.store.put(key, outcome, weight, owner, seconds)
+                if self.metrics is not None:
+                    self.metrics.kept(self.store.weight)
         except BaseException as error:
             mine.set_exception(error)
             raise
@@ -92,6 +106,8 @@ class GrammarCompiler:
             mine.set_result(outcome)
             return outcome
         finally:
+            if self.metrics is not None:
+                self.metrics.compiled(time.perf_counter() - began, result)
             with self._lock:
                 del self._building[key]
 
@@ -133,7 +149,7 @@ class GrammarCompiler:
         matcher = grammar_check.build(self.vocabulary(), spec.text(self.tokenizer.dsml_id))
         if error := matcher.get_error():
             raise refused(reason_of(error), spec.param)
-        return Grammar(replace(spec, probes=()), (*left_out, *checked.warnings), matcher), checked.size
+        return Grammar(replace(spec, probes=()), (*spec.remarks, *left_out, *checked.warnings), matcher), checked.size
 
     @contextmanager
     def _checker(self) -> Iterator[GrammarChecker]:

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from forebay import __version__
 from forebay.cache.ssd_stats import SsdStats
 from forebay.cache.swa import SwaStats
+from forebay.engine.grammar_metrics import GrammarMetrics
 from forebay.engine.instruments import OTHER, Bounded, Instruments, each
 from forebay.engine.tier_metrics import ORIGINS, TierMetrics
 from forebay.engine.types import TierCounts, Usage
@@ -74,6 +75,8 @@ class _WithoutCreated(Collector):
 
 class Metrics:
     """All instruments of one server. Methods are events, may be called from any thread and never raise on odd values.
+
+    Those of structured output are `grammars`.
 
     registry: where the instruments live; each registry takes one Metrics. model: the served name, for forebay_build_info.
     window_tokens: length of the sliding window. ssd: whether an SSD store is configured, so that what HBM lacks is looked up there.
@@ -127,6 +130,7 @@ class Metrics:
         )
 
         self._tiers = TierMetrics(make, window_tokens=window_tokens, ssd=ssd)
+        self.grammars = GrammarMetrics(make)
 
         http = counter("http_requests", "HTTP responses by route template and status.", "route", "status")
         self._http = {(r, s): http.labels(r, s) for r in (*ROUTES, OTHER) for s in (*STATUSES, OTHER)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forebay.engine.grammar import MARKER, MAX_LARK, GrammarSpec, check_schema, json_rule, literal, refused
+from forebay.engine.grammar import MARKER, MAX_LARK, GrammarSpec, check_schema, json_rule, literal, plain_schema, refused
 from forebay.engine.tool_values import ValueReader, Values, resolve
 
 Begins = Literal["content", "marker", "block"]
@@ -133,7 +133,7 @@ class _Rules:
         return [(True, self._shared_rule("text"))] * text + [(False, self._shared_rule("json"))] * other
 
     def _in_order(self, name: str, tool: ToolForm) -> None:
-        root, param = tool.parameters, tool.param
+        root, param = plain_schema(tool.parameters, tool.param, strict=True)[0], tool.param
         properties, required = root.get("properties") or {}, root.get("required") or []
         if not isinstance(properties, Mapping) or not isinstance(required, list) or not all(isinstance(key, str) for key in required):
             raise refused("needs properties as an object and required as a list of names", param)

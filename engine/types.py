@@ -66,7 +66,8 @@ class SamplingParams:
     """How to choose tokens and when to stop; OpenAI names where OpenAI has one (spec/http-api.md §3).
 
     `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None is off, otherwise the number of alternatives (0..20).
-    `max_tokens` None means up to the context limit. `stop` may be one string.
+    `max_tokens` None means up to the context limit. `stop` may be one string. `bad_words` are sequences of token ids that may not be
+    written in a row.
     Raises RequestError naming the field for a value of another type or out of range.
     """
 
@@ -79,6 +80,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -108,9 +110,10 @@ class SamplingParams:
         rule = "a mapping of token ids to numbers"
         need(isinstance(self.logit_bias, Mapping), "logit_bias", rule)
         need(all(is_number(Integral, k) and is_number(Real, v) for k, v in self.logit_bias.items()), "logit_bias", rule)
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             value = getattr(self, name)
             need(isinstance(value, Sequence | set | frozenset) or (value is None and name == "allowed_token_ids"), name, "a list")
+        need(all(isinstance(word, Sequence) and len(word) > 0 for word in self.bad_words), "bad_words", "lists of at least one token id")
         # NaN fails every comparison, so it is refused by each range below.
         need(0.0 <= self.temperature <= 2.0, "temperature", "between 0 and 2")
         need(0.0 <= self.top_p <= 1.0, "top_p", "between 0 and 1")

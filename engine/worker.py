@@ -82,7 +82,7 @@ class Engine:
         self.max_context = min(options.max_context or longest, longest, manager.capacity_tokens)
         self.sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
         self.reservoir = reservoir
-        self.masks = MaskWorker()
+        self.masks = MaskWorker(metrics=metrics.grammars)
         self._late: dict[str, tuple[Sequence, Tensor]] = {}  # those whose mask was not ready, with the logits that wait for it
         self.scheduler = Scheduler(
             manager,

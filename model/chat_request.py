@@ -247,7 +247,7 @@ def parse_tools(body: Mapping[str, Any], exact: ExactIntegers) -> list[recipe.To
         entries = [(entry, f"tools.{i}") for i, entry in enumerate(array_at(body["tools"], "tools"))]
     elif body.get("functions") is not None:
         functions = array_at(body["functions"], "functions")
-        entries = [({"function": entry}, f"functions.{i}") for i, entry in enumerate(functions)]
+        entries = [(entry, f"functions.{i}") for i, entry in enumerate(functions)]
     tools: list[recipe.ToolDefinition] = []
     seen: set[str] = set()
     for entry, param in entries:
@@ -344,8 +344,9 @@ def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> tuple[Literal
 
 def _chosen_name(entry: Any, param: str) -> str:
     outer = object_at(entry, param)
-    inner = outer.get("function", outer.get("custom", outer))
-    return string_at(object_at(inner, param).get("name"), f"{param}.name")
+    key = next((key for key in ("function", "custom") if key in outer), None)
+    inner, where = (outer, param) if key is None else (outer[key], f"{param}.{key}")
+    return string_at(object_at(inner, where).get("name"), f"{where}.name")
 
 
 def parse_response_format(body: Mapping[str, Any]) -> AnswerForm:

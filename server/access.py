@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from forebay.server.limits import ENVIRONMENT, OWN_KEY, ServerOptions
 log = logging.getLogger("forebay.server")
 
 RECHECK_S = 1.0  # between looks at the file
+SETTLED_S = 0.2  # a file that changed so shortly ago may still be written: half of it would lock out those in the other half
 MAX_KEY = 256  # bytes: longer ones are refused unread, so that their hashes cost nothing
 MAX_RATE = 10**9
 _REMEMBERED = 4096
@@ -227,6 +229,9 @@ class KeyRing:
         state = _state(self._file)
         if state == self._seen:
             return
+        if state is not None and 0 <= time.time() - state[0] / 1e9 < SETTLED_S:
+            self._next_look = now + SETTLED_S
+            return
         self._seen = state
         try:
             count = self._read(self._file)
@@ -238,6 +243,8 @@ class KeyRing:
     def _read(self, file: Path) -> int:
         """Take the keys of `file` and of the environment; how many the file holds."""
         try:
+            if not stat.S_ISREG(os.stat(file).st_mode):  # a pipe would keep everybody waiting
+                raise OSError(0, "not a regular file")
             text = file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 from forebay.engine.types import MAX_LOGPROBS, Request
 from forebay.model.chat import AnswerForm, EncodedPrompt, ParseOptions, parse_response_format
 from forebay.server import constraints
+from forebay.server.chat_fields import Body, Int
 from forebay.server.chat_names import ENCODED
 from forebay.server.chunks import Choice, Head, explain
 from forebay.server.constraints import Wanted
@@ -26,7 +27,7 @@ from forebay.server.limits import ServerOptions
 from forebay.server.pacing import Pacer
 from forebay.server.patience import PatientReply
 from forebay.server.prompts import Prompt, fill_ids, read_prompts, text_ids, total
-from forebay.server.protocol import Body, ChatCall, Int, parse_chat, with_bans
+from forebay.server.protocol import ChatCall, parse_chat, with_bans
 from forebay.server.raw_choice import RawChoice, usage
 from forebay.server.sse import DONE, EventStream
 from forebay.server.token_fields import check_scored

@@ -154,9 +154,14 @@ class ServerSection(Section):
     port: int = setting(8000, "TCP port to listen on; 0 lets the system choose", ge=0, le=65535)
     backlog: int = setting(2048, "connections the system may hold before they are accepted", unit="connections", ge=1, le=65535)
     body_limit_bytes: ByteSize = setting(64 * MIB, "largest request body, decoded; beyond it the answer is 413", unit="bytes", ge=1024)
+    max_bodies_bytes: ByteSize = setting(
+        512 * MIB, "all request bodies in memory, or one of the largest; beyond it the answer is 503", unit="bytes", ge=1024, le=1 << 50
+    )
     max_header_bytes: ByteSize = setting(64 * 1024, "largest request head; beyond it the answer is 431", unit="bytes", ge=1024, le=MIB)
     header_timeout_s: float = setting(10.0, "time a client has to send a request's head", unit="seconds", gt=0, le=3600)
     body_timeout_s: float = setting(60.0, "time a client may pause within a body; then the answer is 408", unit="seconds", gt=0, le=3600)
+    write_timeout_s: float = setting(30.0, "a client that takes in too little for so long is cut off", unit="seconds", gt=0, le=3600)
+    write_floor: int = setting(256, "fewer is too little for a client to take in", unit="bytes per second", ge=1, le=1 << 30)
     keep_alive_s: float = setting(75.0, "how long an idle connection is kept open", unit="seconds", gt=0, le=86400)
     keepalive_comment_s: float = setting(15.0, "silence after which a stream sends a comment line; 0 is off", unit="seconds", ge=0, le=3600)
     nonstream_keepalive: bool = setting(False, "send line feeds while a whole (not streamed) answer takes longer than 30 s")

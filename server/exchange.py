@@ -165,10 +165,10 @@ class Exchange:
             raise self.over_limit or too_large(most)
         loop = asyncio.get_running_loop()
         began, size, pieces = loop.time(), 0, []
+        deadline = began + options.body_timeout_s
         while True:
-            floor = began + options.body_timeout_s + size / options.body_floor
             try:
-                async with asyncio.timeout_at(min(floor, loop.time() + options.body_timeout_s)):
+                async with asyncio.timeout_at(deadline):
                     message = await self.receive()
             except TimeoutError:
                 text = f"The request body did not arrive in time: {size} bytes in {loop.time() - began:.0f} s."
@@ -178,6 +178,8 @@ class Exchange:
             piece = message.get("body", b"")
             self._body_read = not message.get("more_body", False)
             size += len(piece)
+            # What came fast earns no more than one pause: else a large body that trickles at its end would hold its memory for long.
+            deadline = min(deadline + len(piece) / options.body_floor, loop.time() + options.body_timeout_s)
             if size > most:
                 raise self.over_limit or too_large(most)
             self.claim_body(size)

@@ -62,7 +62,7 @@ class MessagesRoute:
     async def _prepare(self, exchange: Exchange, given: Translated, call: ChatCall, size: int) -> tuple[Job, MessageWriter]:
         with given.own_terms():
             job = await self._turns.prepare(exchange, call, size)
-        given.paths.client.clear()  # nothing that is found from here on is about a part of the body
+        given.forget_parts(job)
         context = self._turns.engine.max_context
         return job, MessageWriter(job, model=given.model or job.model, context=context, shows_thinking=given.shows_thinking)
 

@@ -20,6 +20,7 @@ from forebay.server.field_paths import FieldPaths
 from forebay.server.ignored import unread
 from forebay.server.messages_blocks import (
     Block,
+    LeftOut,
     Part,
     each_block,
     object_in,
@@ -31,11 +32,12 @@ from forebay.server.messages_blocks import (
 )
 from forebay.server.messages_tools import choice, functions
 from forebay.server.protocol import KNOWN
+from forebay.server.turns import Job
 
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 
 # The same in both protocols. Those of the second line are not Anthropic's.
-_SAME = (
+SAME = (
     "max_tokens", "temperature", "top_p", "top_k", "stream",
     "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "cache_salt", "extra_key", "priority", "request_id",
     "rid", "forebay",
@@ -51,7 +53,7 @@ _IGNORED = frozenset(
 # Of chat completions, and harmless here: how much a stream tells, and what the answer has no place for.
 _HARMLESS = frozenset({"stream_options", "stream_interval", "stream_reasoning", "return_token_ids", "return_tokens_as_token_ids"})
 # The others of chat completions would change the answer: they are refused unless they ask for what is done anyhow.
-_CHAT_ONLY = KNOWN - IGNORED - _HARMLESS - _READ - _IGNORED - frozenset(_SAME)
+_CHAT_ONLY = KNOWN - IGNORED - _HARMLESS - _READ - _IGNORED - frozenset(SAME)
 _AS_IT_IS: dict[str, Any] = {
     "n": 1, "best_of": 1, "parallel_tool_calls": True, "add_generation_prompt": True, "include_reasoning": True, "separate_reasoning": True,
     "response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0, "min_tokens": 0,
@@ -74,6 +76,11 @@ class Translated:
     ignored: tuple[str, ...]
     unknown: tuple[str, ...]
     paths: FieldPaths
+
+    def forget_parts(self, job: Job) -> None:
+        """Let go of the places of the body's parts: the engine finds fault only with the form of the answer, or with the whole prompt."""
+        grammar = job.requests[0].grammar
+        self.paths.client = {} if grammar is None else {grammar.spec.param: self.paths.find(grammar.spec.param)}
 
     def drop_conversation(self) -> None:
         """Let go of what may be megabytes, once the chat body has been taken over."""
@@ -111,43 +118,47 @@ def translate(body: Mapping[str, Any], *, thinking_default: bool, counting: bool
     """
     body = {name: value for name, value in body.items() if value is not None}
     paths = FieldPaths()
-    chat = {name: body[name] for name in _SAME if name in body and not (counting and name in ("max_tokens", "stream"))}
+    chat = {name: body[name] for name in SAME if name in body and not (counting and name in ("max_tokens", "stream"))}
     for name in sorted(_CHAT_ONLY & body.keys()):
         value, usual = body[name], _AS_IT_IS.get(name, False)
         if value not in ("", [], {}) and not (type(value) is type(usual) and value == usual):
             raise unsupported(name, "it belongs to chat completions, POST /v1/chat/completions")
     known = _IGNORED | _HARMLESS | _CHAT_ONLY | IGNORED
     ignored = [name for name in body if name in known and name not in _READ]
-    unknown = tuple(name for name in body if name not in known and name not in _READ and name not in _SAME)
+    unknown = tuple(name for name in body if name not in known and name not in _READ and name not in SAME)
 
     if "stop_sequences" in body:
         chat["stop"] = array_at(body["stop_sequences"], "stop_sequences")
         paths.put("stop", "stop_sequences")
     shows = True
-    thinks = thinking_default
+    thinks, budget = thinking_default, dict[str, Any]()
     if "thinking" in body:
         thinking = object_in(body, "thinking", "")
         thinks = text_at(thinking, "type", "thinking") != "disabled"
         shows = thinking.get("display") != "omitted"
-        ignored += unread(thinking, "thinking", ("type", "display"))
+        ignored += unread(thinking, "thinking", ("type", "display", *(("budget_tokens",) if thinks else ())))
         ignored += ["thinking.display"] if thinking.get("display") not in (None, "omitted", "summarized") else []
-    chat["thinking"] = {"type": "enabled" if thinks else "disabled"}
+        if thinks and not counting and thinking.get("budget_tokens") is not None:
+            budget["budget_tokens"] = thinking["budget_tokens"]  # any: one of the output limit or more is never used up
+    chat["thinking"] = {"type": "enabled" if thinks else "disabled", **budget}
     ignored += _output(body, chat, paths)
+    left_out = LeftOut()
     if "tools" in body:
-        chat["tools"], left_out = functions(body["tools"], paths)
-        ignored += left_out
+        chat["tools"], not_offered = functions(body["tools"], paths, left_out)
+        ignored += not_offered
     if "tool_choice" in body:
         chat["tool_choice"], parallel = choice(body["tool_choice"])
         ignored += unread(body["tool_choice"], "tool_choice", ("type", "name", "disable_parallel_tool_use"))
         if not parallel:
             chat["parallel_tool_calls"] = False
-    history = _History(paths)
+    history = _History(paths, left_out)
     if "system" in body:
         history.system(body["system"], "system")
     history.read(body.get("messages"))
     if not (counting and (chat.get("tools") or "response_format" in chat)):
         history.continue_last()
     chat["messages"] = history.messages
+    ignored += left_out.names
     return Translated(chat, body.get("model"), shows, tuple(ignored), unknown, paths)
 
 
@@ -181,9 +192,9 @@ def _output(body: Mapping[str, Any], chat: dict[str, Any], paths: FieldPaths) ->
 class _History:
     """Builds the messages of the chat body and remembers where each came from."""
 
-    def __init__(self, paths: FieldPaths) -> None:
+    def __init__(self, paths: FieldPaths, left_out: LeftOut) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._paths = paths
+        self._paths, self._left_out = paths, left_out
 
     def read(self, messages: Any) -> None:
         if not array_at(messages, "messages"):
@@ -217,8 +228,8 @@ class _History:
                 self._paths.put(f"messages[{len(self.messages) - 1}].content", where)
             return
         parts: list[tuple[Part, str]] = []
-        for block, kind, path in each_block(content, where):
-            part = part_of(block, kind, path)
+        for block, kind, path in each_block(content, where, self._left_out):
+            part = part_of(block, kind, path, self._left_out)
             if kind == "text" and _BILLING.match(part["text"]):
                 part = text_part(_BILLING.sub("", part["text"], 1))
             if part != text_part(""):
@@ -238,13 +249,14 @@ class _History:
     def _user(self, content: Any, where: str) -> None:
         parts: list[tuple[Part, str]] = []
         results = False
-        for block, kind, path in each_block(content, f"{where}.content"):
+        for block, kind, path in each_block(content, f"{where}.content", self._left_out):
             if kind != "tool_result":
-                parts.append((part_of(block, kind, path), path))
+                parts.append((part_of(block, kind, path, self._left_out), path))
                 continue
             results = True
             number = len(self.messages)
-            self._add({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": result_content(block, path)}, path)
+            content = result_content(block, path, self._left_out)
+            self._add({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": content}, path)
             self._paths.put(f"messages[{number}].tool_call_id", f"{path}.tool_use_id")
         if parts or not results:
             self._add_parts("user", parts, where)
@@ -254,10 +266,10 @@ class _History:
         texts: list[tuple[Part, str]] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
-        for block, kind, path in each_block(content, f"{where}.content"):
+        for block, kind, path in each_block(content, f"{where}.content", self._left_out):
             # The rest is of another server: thoughts that only it can read, and calls of tools that it has run itself.
             if kind == "text":
-                texts.append((part_of(block, kind, path), path))
+                texts.append((part_of(block, kind, path, self._left_out), path))
             elif kind == "thinking":
                 thoughts.append(thinking_of(block, path))
                 self._paths.put(f"{number}.reasoning_content", f"{path}.thinking")
@@ -267,6 +279,8 @@ class _History:
                 self._paths.put(f"{call}.function", path)
                 self._paths.put(f"{call}.function.arguments", f"{path}.input")
                 calls.append(_call(block, path))
+            else:
+                self._left_out.add(kind, path)
         message: dict[str, Any] = {"reasoning_content": "\n\n".join(thoughts)} if any(thoughts) else {}
         if calls:
             message["tool_calls"] = calls

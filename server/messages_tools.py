@@ -7,7 +7,7 @@ from typing import Any
 
 from forebay.server.field_errors import array_at, bad, boolean_at, wrong_type
 from forebay.server.field_paths import FieldPaths
-from forebay.server.messages_blocks import Block, text_at
+from forebay.server.messages_blocks import Block, LeftOut, text_at
 
 
 def _schema(required: list[str], **properties: str | dict[str, Any]) -> dict[str, Any]:
@@ -46,27 +46,31 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def functions(tools: Any, paths: FieldPaths) -> tuple[list[dict[str, Any]], list[str]]:
+_READ = frozenset({"type", "name", "description", "input_schema", "strict"})
+
+
+def functions(tools: Any, paths: FieldPaths, left_out: LeftOut) -> tuple[list[dict[str, Any]], list[str]]:
     """(functions in the order of the tools, paths of tools that are left out because a server would have to run them).
 
     Raises RequestError: wrong type, no name.
     """
     found: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    not_offered: list[str] = []
     for i, tool in enumerate(array_at(tools, "tools")):
         where = f"tools.{i}"
         if not isinstance(tool, Mapping):
             raise wrong_type(where, "an object", tool)
         function = _function(tool, where)
         if function is None:
-            left_out.append(where)
+            not_offered.append(where)
             continue
+        left_out.unread(tool, _READ, where)
         chat = f"tools[{len(found)}]"
         paths.put(chat, where)
         paths.put(f"{chat}.function", where)
         paths.put(f"{chat}.function.parameters", f"{where}.input_schema")
         found.append({"type": "function", "function": function})
-    return found, left_out
+    return found, not_offered
 
 
 def _function(tool: Block, where: str) -> dict[str, Any] | None:

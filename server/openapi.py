@@ -12,9 +12,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from forebay import __version__
-from forebay.server.completions import CompletionFields
+from forebay.server.chat_fields import ChatRequest
+from forebay.server.completions import CHAT_ONLY, IDLE, CompletionFields
 from forebay.server.front import Route
-from forebay.server.protocol import ChatRequest
+from forebay.server.limits import ServerOptions
+from forebay.server.messages_schema import count_tokens_body, messages_body
+from forebay.server.responses_schema import input_tokens_body, responses_body
+from forebay.server.tokens import TEXTS, TokenizeFields
 
 Schema = dict[str, Any]
 
@@ -39,6 +43,7 @@ def _turns(*roles: str) -> Schema:
     message = _body(["role"], role={"enum": list(roles)}, content={"anyOf": [_TEXT, _PARTS, {"type": "null"}]})
     example = {"role": "user", "content": "Hello"}
     return {"type": "array", "minItems": 1, "items": message, "examples": [[example]]}
+
 
 _MEANINGS = {
     200: "The answer.",
@@ -74,57 +79,96 @@ def _fields(*models: type[BaseModel]) -> Schema:
     return found
 
 
+# What pydantic calls the bounds of a field whose validator comes before them.
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
 def _resolved(node: Any, definitions: Mapping[str, Any]) -> Any:
     if isinstance(node, dict):
         if "$ref" in node:
             return _resolved(definitions[node["$ref"].rpartition("/")[2]], definitions)
-        return {name: _resolved(value, definitions) for name, value in node.items() if name not in ("title", "default")}
+        return {_BOUNDS.get(name, name): _resolved(value, definitions) for name, value in node.items() if name not in ("title", "default")}
     return [_resolved(value, definitions) for value in node] if isinstance(node, list) else node
 
 
+def _nullable(*kinds: Schema) -> Schema:
+    return {"anyOf": [*kinds, {"type": "null"}]}
+
+
+def _limited() -> Schema:
+    """Fields of `ChatRequest` with limits that are the server's, not the field's."""
+    stop = {"type": "string", "minLength": 1, "maxLength": ServerOptions.max_stop_length}
+    ids = {"type": "array", "items": _IDS["items"], "maxItems": ServerOptions.max_token_ids}
+    return {
+        "n": _nullable({"type": "integer", "minimum": 1, "maximum": ServerOptions.max_choices}),
+        "stop": _nullable(stop, {"type": "array", "items": stop, "maxItems": ServerOptions.max_stops}),
+        "stop_token_ids": _nullable(ids),
+        "allowed_token_ids": _nullable({**ids, "minItems": 1}),
+    }
+
+
+def _reasoning() -> Schema:
+    """What tells whether and how much to think."""
+    switch, budget = _nullable({"type": "boolean"}), _nullable({"type": "integer", "minimum": 0})
+    effort = _nullable({"type": "string", "examples": ["none", "low", "high", "max"]}, {"type": "integer", "minimum": 1, "maximum": 100})
+    kinds = {"enum": ["enabled", "disabled", "adaptive"]}
+    return {
+        "reasoning_effort": effort,
+        "thinking": _nullable({"type": "boolean"}, _body(["type"], type=kinds, budget_tokens=budget, effort=effort)),
+        "thinking_token_budget": budget,
+        "enable_thinking": switch,
+        "drop_thinking": switch,
+        "reasoning": _nullable(_body([], enabled=switch, effort=effort, exclude=switch, max_tokens=budget)),
+        "chat_template_kwargs": _nullable(
+            _body([], thinking=switch, enable_thinking=switch, reasoning_effort=effort, drop_thinking=switch)
+        ),
+        "output_config": _nullable(_body([], effort=effort)),
+    }
+
+
+def _tools() -> Schema:
+    entries = _nullable({**_OBJECTS, "maxItems": ServerOptions.max_tools})
+    return {
+        "tools": entries,
+        "tool_choice": _nullable({"enum": ["auto", "none", "required", "any"]}, _OBJECT),
+        "functions": entries,
+        "function_call": _nullable({"enum": ["auto", "none"]}, _body(["name"], name=_TEXT)),
+    }
+
+
+def _forms() -> Schema:
+    """What binds the answer."""
+    schema = _body(["schema"], name=_nullable(_TEXT), schema=_OBJECT, strict=_nullable({"type": "boolean"}))
+    json, choice = {"anyOf": [_OBJECT, _TEXT, {"type": "boolean"}]}, {"type": "array", "items": _TEXT}
+    kinds = {"enum": ["text", "json_object", "json_schema", "regex"]}
+    return {
+        "response_format": _nullable(_body(["type"], type=kinds, json_schema=schema, regex=_TEXT, schema=_OBJECT)),
+        "structured_outputs": _nullable(_body([], json=json, regex=_TEXT, choice=choice, json_object={"type": "boolean"})),
+        "guided_json": _nullable(json),
+        "guided_regex": _nullable(_TEXT),
+        "guided_choice": _nullable(choice),
+        "json_schema": _nullable(json),
+        "regex": _nullable(_TEXT),
+    }
+
+
 def _chat() -> Schema:
-    stop = {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}, {"type": "null"}]}
-    turns = _turns("system", "developer", "user", "assistant", "tool")
-    fields = _fields(ChatRequest) | {"stop": stop, "messages": turns, "tools": _OBJECTS, "response_format": _OBJECT}
-    return _body(["messages"], **fields)
+    turns = {**_turns("system", "developer", "user", "assistant", "tool"), "maxItems": ServerOptions.max_messages}
+    own = {"messages": turns, "input": {"anyOf": [_TEXT, _OBJECTS]}}
+    return _body(["messages"], **_fields(ChatRequest) | own | _limited() | _reasoning() | _tools() | _forms())
 
 
 def _completions() -> Schema:
     prompt = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}]}
-    fields = _fields(ChatRequest, CompletionFields)
-    return _body(["prompt"], **fields | {"prompt": prompt, "stop": _chat()["properties"]["stop"]})
-
-
-def _messages() -> Schema:
-    return _body(
-        ["messages", "max_tokens"], model=_TEXT, messages=_turns("user", "assistant"), max_tokens=_COUNT, system=_TEXT_OR_PARTS,
-        tools=_OBJECTS, tool_choice=_OBJECT, thinking=_OBJECT, stop_sequences={"type": "array", "items": _TEXT}, stream={"type": "boolean"},
-        temperature={"type": "number"}, top_p={"type": "number"}, top_k={"type": "integer"}, metadata=_OBJECT,
-    )  # fmt: skip
-
-
-def _count_tokens() -> Schema:
-    return _body(
-        ["messages"], model=_TEXT, messages=_turns("user", "assistant"), system=_TEXT_OR_PARTS, tools=_OBJECTS, tool_choice=_OBJECT,
-        thinking=_OBJECT,
-    )  # fmt: skip
-
-
-def _responses() -> Schema:
-    return _body(
-        ["input"], model=_TEXT, input=_TEXT_OR_PARTS, instructions=_TEXT, tools=_OBJECTS, tool_choice={"anyOf": [_TEXT, _OBJECT]},
-        max_output_tokens=_COUNT, reasoning=_OBJECT, text=_OBJECT, stream={"type": "boolean"}, temperature={"type": "number"},
-        top_p={"type": "number"}, metadata=_OBJECT, parallel_tool_calls={"type": "boolean"}, include={"type": "array", "items": _TEXT},
-    )  # fmt: skip
-
-
-def _input_tokens() -> Schema:
-    return _body(["input"], model=_TEXT, input=_TEXT_OR_PARTS, instructions=_TEXT, tools=_OBJECTS)
+    shared = {name: value for name, value in _fields(ChatRequest).items() if name not in CHAT_ONLY | IDLE}
+    return _body(["prompt"], **shared | _fields(CompletionFields) | _limited() | _forms() | {"prompt": prompt})
 
 
 def _tokenize() -> Schema:
-    turns, switch = _turns("system", "user", "assistant", "tool"), {"type": "boolean"}
-    return _body([], model=_TEXT, prompt=_TEXT, messages=turns, tools=_OBJECTS, add_special_tokens=switch)
+    turns = _turns("system", "developer", "user", "assistant", "tool")
+    own = {**_fields(TokenizeFields), **dict.fromkeys(TEXTS, _TEXT), "messages": turns}
+    own |= dict.fromkeys(("add_generation_prompt", "continue_final_message"), _nullable({"type": "boolean"}))
+    return _body([], **own, **_reasoning(), **_tools(), response_format=_forms()["response_format"])
 
 
 def _detokenize() -> Schema:
@@ -134,10 +178,10 @@ def _detokenize() -> Schema:
 BODIES: Mapping[str, Callable[[], Schema]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completions,
-    "/v1/messages": _messages,
-    "/v1/messages/count_tokens": _count_tokens,
-    "/v1/responses": _responses,
-    "/v1/responses/input_tokens": _input_tokens,
+    "/v1/messages": lambda: messages_body(_fields(ChatRequest) | _limited()),
+    "/v1/messages/count_tokens": count_tokens_body,
+    "/v1/responses": lambda: responses_body(_fields(ChatRequest) | _limited()),
+    "/v1/responses/input_tokens": input_tokens_body,
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }

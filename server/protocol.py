@@ -1,4 +1,4 @@
-"""What a chat-completions body may contain: types, ranges, and what is honoured, named as ignored, or refused.
+"""What becomes of the fields of a chat-completions body: honoured, named as ignored, or refused.
 
 Messages, tools, response format and reasoning controls are the chat encoding's business (model/chat.py); this checks everything else.
 """
@@ -7,113 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from forebay.engine.types import MAX_LOGPROBS, PrefillMode, ReplayMode, SamplingParams
+from forebay.engine.types import SamplingParams
 from forebay.model.errors import ForebayError
 from forebay.model.tokenizer import Tokenizer
+from forebay.server.chat_fields import ChatRequest, ForebayOptions, one_or_many
 from forebay.server.chat_names import ENCODED, IGNORED, UNSUPPORTED, names_without_effect
+from forebay.server.chat_nested import names_in_messages, names_in_tools
 from forebay.server.constraints import STRUCTURED
-from forebay.server.field_errors import Salt, bad, invalid, refusal, short, too_many, unsupported
+from forebay.server.field_errors import bad, boolean_at, invalid, refusal, short, string_at, too_many, unsupported
 from forebay.server.field_paths import FieldPaths
 from forebay.server.ignored import MAX_NAMED, ignored
 from forebay.server.limits import Lanes, ServerOptions
 from forebay.server.responses_items import take_input
 from forebay.server.token_fields import banned_words, bias_by_id, check_token_ids
-
-
-def _integral(value: Any) -> Any:
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Int = Annotated[int, BeforeValidator(_integral)]
-
-
-class Body(BaseModel):
-    """Fields of a JSON body: of exactly the types they state, in ranges they state; what else the body holds is not looked at."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class StreamOptions(Body):
-    """What a stream tells beside the answer. Usage comes only where `include_usage` is true: absent, null and false are the same."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class ForebayOptions(Body):
-    """`explain` asks for the `forebay` object in the answer; the others override the server's setting of the same name.
-
-    `prefill`: how a prompt is computed. `replay`: how a lost window is rebuilt. `max_lineage`: cached blocks with more bounded replays
-    behind them are not used. The object is our own, so a name it does not have is refused, where the body's would be ignored.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    explain: bool | None = None
-    prefill: PrefillMode | None = None
-    replay: ReplayMode | None = None
-    max_lineage: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
-
-
-class ChatRequest(Body):
-    """The fields of POST /v1/chat/completions that are read here; None means absent. What may be megabytes is not kept."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
-    max_tokens: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[Int, Field(ge=0, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
-    n: Annotated[Int, Field(ge=1)] | None = None
-    best_of: Annotated[Int, Field(ge=1)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)] | None = None
-    stop_token_ids: list[Int] | None = None
-    allowed_token_ids: Annotated[list[Int], Field(min_length=1)] | None = None
-    include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None
-    ignore_eos: bool | None = None
-    seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    user: str | None = None
-    user_id: Annotated[str, Field(max_length=512)] | None = None
-    parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    stream_interval: Annotated[Int, Field(ge=1, lt=2**31)] | None = None
-    echo: bool | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
-    priority: Annotated[Int, Field(ge=-100, le=100)] | None = None
-    cache_salt: Salt | None = None
-    extra_key: Salt | None = None
-    request_id: Annotated[str, Field(max_length=128)] | None = None
-    rid: Annotated[str, Field(max_length=128)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    forebay: ForebayOptions | None = None
-
 
 KNOWN = frozenset(ChatRequest.model_fields) | IGNORED | UNSUPPORTED | ENCODED | STRUCTURED
 
@@ -124,7 +34,7 @@ class ChatCall:
 
     Attributes:
         ignored: names for the response header. unknown: some of those that no server knows, for the metrics.
-        logit_bias: by token id; the banned words are in it once `with_bans` has found their tokens.
+        logit_bias: by token id; banned words of one token are in it, and the others in `bad_words`, once `with_bans` has found their tokens.
         echoes: text of the message that the answer continues, if it is to be repeated in front of it.
         predicted: the request holds a guess of its answer, which is not used; usage says so.
         paths: of a conversation that came as `input`, to the client's own fields.
@@ -137,6 +47,7 @@ class ChatCall:
     ignored: tuple[str, ...]
     unknown: tuple[str, ...]
     logit_bias: Mapping[int, float]
+    bad_words: tuple[tuple[int, ...], ...] = ()
     echoes: str = ""
     predicted: bool = False
     paths: FieldPaths | None = None
@@ -192,6 +103,7 @@ class ChatCall:
             presence_penalty=_or(f.presence_penalty, 0.0),
             repetition_penalty=_or(f.repetition_penalty, 1.0),
             logit_bias=self.logit_bias,
+            bad_words=self.bad_words,
             allowed_token_ids=None if f.allowed_token_ids is None else tuple(f.allowed_token_ids),
             seed=seed,
             max_tokens=limit,
@@ -221,19 +133,27 @@ def parse_chat(
     Raises RequestError naming the field and the limit.
     """
     body = {name: value for name, value in body.items() if value is not None}
+    if rename is not None:  # a translated body holds nothing but what is read
+        return _parse(body, options, tokenizer, also, rename, lambda body: [])
     if "messages" in body or "input" not in body:
-        return _parse(body, options, tokenizer, also, rename)
+        return _parse(body, options, tokenizer, also, None, lambda body: names_in_messages(body.get("messages")) + names_in_tools(body))
     paths, left_out = take_input(body, options.max_messages)
     try:
-        return replace(_parse(body, options, tokenizer, [*also, *left_out], paths.find), paths=paths)
+        return replace(_parse(body, options, tokenizer, [*also, *left_out], paths.find, names_in_tools), paths=paths)
     except ForebayError as error:
         paths.translate(error)
         raise
 
 
 def _parse(
-    body: dict[str, Any], options: ServerOptions, tokenizer: Tokenizer, also: Sequence[str], rename: Callable[[str], str] | None
+    body: dict[str, Any],
+    options: ServerOptions,
+    tokenizer: Tokenizer,
+    also: Sequence[str],
+    rename: Callable[[str], str] | None,
+    inside: Callable[[dict[str, Any]], list[str]],
 ) -> ChatCall:
+    """`inside` finds the names in the body's lists that change nothing."""
     _check_sizes(body, options)
     try:
         fields = ChatRequest.model_validate(body)
@@ -252,7 +172,7 @@ def _parse(
         fields,
         body,
         shows_reasoning=not hidden,
-        ignored=ignored([*also, *(names if rename is None else map(rename, names)), *unknown]),
+        ignored=ignored([*also, *(names if rename is None else map(rename, names)), *unknown, *inside(body)]),
         unknown=tuple(unknown[:MAX_NAMED]),
         logit_bias=bias,
         echoes=_continued_text(body, fields) if fields.echo else "",
@@ -261,15 +181,12 @@ def _parse(
 
 
 async def with_bans(call: ChatCall, lanes: Lanes, tokenizer: Tokenizer) -> ChatCall:
-    """`call` with the tokens of its banned words, which are looked for off the loop: the words of a small body may take long.
-
-    Raises RequestError for a word that takes several tokens.
-    """
+    """`call` with the tokens of its banned words, which are looked for off the loop: the words of a small body may take long."""
     words = call.fields.bad_words
     if not words:
         return call
-    bans = await lanes.run(sum(map(len, words)), lambda: banned_words(words, tokenizer))
-    return replace(call, logit_bias={**call.logit_bias, **bans})
+    bans, sequences = await lanes.run(sum(map(len, words)), lambda: banned_words(words, tokenizer))
+    return replace(call, logit_bias={**call.logit_bias, **bans}, bad_words=sequences)
 
 
 def _continued_text(body: Mapping[str, Any], fields: ChatRequest) -> str:
@@ -302,7 +219,7 @@ def _check_sizes(body: dict[str, Any], options: ServerOptions) -> None:
         if isinstance(value, (list, dict)) and len(value) > limit:
             raise too_many(name, limit, len(value))
     for name in ("stop", "bad_words"):
-        words = _one_or_many(body.get(name))
+        words = one_or_many(body.get(name))
         for i, word in enumerate(words if isinstance(words, list) else ()):
             if isinstance(word, str) and len(word) > options.max_stop_length:
                 text = f"Invalid '{name}[{i}]': expected at most {options.max_stop_length} characters, got {len(word)}."
@@ -314,12 +231,26 @@ def _refuse_unsupported(body: dict[str, Any], fields: ChatRequest) -> None:
         off = body[name] is False or body[name] in ("", [], {})
         if not off and not (name == "best_of" and fields.best_of in (1, fields.n)):
             raise unsupported(name, "the answer would not be what it asks for")
-    if "audio" in (fields.modalities or ()):
+    if any(kind != "text" for kind in fields.modalities or ()):
         raise bad("modalities", "Unsupported value: 'modalities' may only contain \"text\".", "unsupported_value")
     if fields.add_generation_prompt is False and not fields.continue_final_message:
         raise unsupported("add_generation_prompt", "false only makes sense together with 'continue_final_message'")
+    messages = body.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, dict) and last.get("prefix") is True and (last.get("tool_calls") or last.get("function_call")):
+        place = len(body["messages"]) - 1
+        raise invalid(f"messages[{place}].prefix", "a message with tool calls is finished and cannot be continued")
     response_format = body.get("response_format")
     kind = response_format.get("type") if isinstance(response_format, dict) else None
+    schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
+    if isinstance(schema, dict) and schema.get("name") is not None:
+        string_at(schema["name"], "response_format.json_schema.name")
+    for outer, name in (("reasoning", "exclude"), ("chat_template_kwargs", "drop_thinking")):  # the encoding looks at these only at times
+        holder = body.get(outer)
+        if isinstance(holder, dict) and holder.get(name) is not None:
+            boolean_at(holder[name], f"{outer}.{name}")
+    if "drop_thinking" in body:
+        boolean_at(body["drop_thinking"], "drop_thinking")
     if kind in ("grammar", "structural_tag"):
         text = f"Unsupported value: 'response_format.type' {kind!r} is not offered. Use text, json_object, json_schema or regex."
         raise bad("response_format.type", text, "unsupported_value")

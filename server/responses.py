@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from forebay.engine.types import OutputEvent
@@ -12,6 +12,7 @@ from forebay.model.errors import ForebayError
 from forebay.server.chunks import Choice, explain, usage
 from forebay.server.errors import HttpError
 from forebay.server.exchange import Exchange
+from forebay.server.field_paths import FieldPaths
 from forebay.server.pacing import Pacer
 from forebay.server.patience import PatientReply
 from forebay.server.responses_events import ResponseWriter
@@ -61,29 +62,30 @@ class ResponsesRoute(_Route):
         if not asked.call.stream:
             async with PatientReply(exchange, self._turns.options) as reply:
                 job = await self._prepare(exchange, asked, size, writer)
+                paths = _of_engine(job, asked.paths)
                 del asked
-                await self._whole(exchange, job, writer, reply)
+                with _own_terms(paths):
+                    await self._whole(exchange, job, writer, reply)
             return
         comment = self._turns.options.keepalive_comment_s
         interval = min(comment, KEEP_ALIVE_S) if comment > 0 else 0.0
         async with EventStream(exchange, keepalive_s=interval, beat=writer.beat, failing=writer.failed) as out:
             try:
                 job = await self._prepare(exchange, asked, size, writer)
+                paths = _of_engine(job, asked.paths)
+                del asked
+                with _own_terms(paths):
+                    await self._stream(exchange, job, writer, out)
             except ForebayError as error:
-                if error.code in ("context_length_exceeded", "rate_limit_exceeded"):
+                if error.code in ("context_length_exceeded", "rate_limit_exceeded") and not writer.started:
                     await out.write(writer.start())  # as an event it makes Codex compact or wait, as a status it would only be shown
                 raise
-            del asked
-            await self._stream(exchange, job, writer, out)
 
     async def _prepare(self, exchange: Exchange, asked: ResponsesCall, size: int, writer: ResponseWriter) -> Job:
         if exchange.over_limit is not None:
             raise exchange.over_limit
-        try:
+        with _own_terms(asked.paths):
             job = await self._turns.prepare(exchange, asked.call, size)
-        except ForebayError as error:
-            asked.paths.translate(error)
-            raise
         params = job.requests[0].params
         writer.settle(temperature=params.temperature, top_p=params.top_p)
         return job
@@ -127,13 +129,27 @@ class InputTokensRoute(_Route):
 
     async def _serve(self, exchange: Exchange, data: bytes) -> None:
         asked, size = await self._read(exchange, data)
-        try:
+        with _own_terms(asked.paths):
             tokens = await self._turns.count(exchange, asked.call, size)
-        except ForebayError as error:
-            asked.paths.translate(error)
-            raise
         exchange.notes.update(prompt_tokens=tokens)
         await exchange.reply_json(200, {"object": "response.input_tokens", "input_tokens": tokens})
+
+
+@contextmanager
+def _own_terms(paths: FieldPaths) -> Iterator[None]:
+    """Errors about the chat body name the client's fields."""
+    try:
+        yield
+    except ForebayError as error:
+        paths.translate(error)
+        raise
+
+
+def _of_engine(job: Job, paths: FieldPaths) -> FieldPaths:
+    """The places of what the engine may find fault with, the answer's form or the whole prompt: those of all parts may be megabytes."""
+    grammar = job.requests[0].grammar
+    names = ("messages",) if grammar is None else ("messages", grammar.spec.param)
+    return FieldPaths({name: paths.find(name) for name in names})
 
 
 def refuse_get(exchange: Exchange) -> None:

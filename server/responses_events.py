@@ -5,7 +5,6 @@ One writer makes both: the whole answer is byte for byte the response object of 
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ class ResponseWriter:
     Args:
         suffix: what the ids of the response and its items end with. echo: fields that repeat the request.
         tools: of the client, by their names in the prompt.
-        summary: reasoning is also given as its summary. encrypted: reasoning items carry an opaque token.
+        summary: reasoning is also given as its summary. encrypted: reasoning items carry themselves as an opaque token too.
     """
 
     def __init__(
@@ -102,8 +101,7 @@ class ResponseWriter:
         index = len(self._done)
         name = f"{self._suffix}_{index}"
         if delta.channel == "reasoning":
-            token = base64.urlsafe_b64encode(f"forebay:{name}".encode()).decode() if self._encrypted else None
-            return ReasoningItem(index, f"rs_{name}", summary=self._summary, token=token)
+            return ReasoningItem(index, f"rs_{name}", summary=self._summary, sealed=self._encrypted)
         if delta.channel == "content":
             return MessageItem(index, f"msg_{name}")
         tool = self._tools.get(delta.name or "") or ToolName(delta.name or "")
@@ -176,5 +174,3 @@ def _usage(chat: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": chat["completion_tokens_details"]["reasoning_tokens"]},
         "total_tokens": chat["total_tokens"],
     }
-
-

@@ -94,7 +94,7 @@ def read_responses(body: dict[str, Any], options: ServerOptions, tokenizer: Toke
     ignored += [f"include.{name}" for name in include if name not in (ENCRYPTED, LOGPROBS)]
     ignored += unread(reasoning, "reasoning", _READ_OF_REASONING) + unread(text, "text", ("format",))
     ignored += ["tool_choice"] if choice_left_out else unread(body.get("tool_choice"), "tool_choice", _READ_OF_CHOICE)
-    ignored += [f"tools.{kind}" for kind in tools.left_out] + [f"input.{kind}" for kind in history.left_out]
+    ignored += [*tools.left_out, *(f"input.{kind}" for kind in history.left_out)]
     where = FieldPaths({**paths, **tools.paths, **history.paths})
     try:
         call = parse_chat(chat, options, tokenizer, also=[*ignored, *unknown], rename=where.find)

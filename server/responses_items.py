@@ -14,6 +14,7 @@ from typing import Any
 from forebay.server.field_errors import array_at, bad, empty, missing, object_at, short, string_at, unsupported, wrong_type
 from forebay.server.field_paths import FieldPaths
 from forebay.server.ignored import unread
+from forebay.server.messages_blocks import unsealed
 from forebay.server.responses_tools import qualified
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -135,6 +136,8 @@ class History:
                 entry = object_at(part, f"{path}.{source}[{i}]")
                 if entry.get("type") in (kind, "text"):
                     texts.append(string_at(entry.get("text"), f"{path}.{source}[{i}].text"))
+            if not texts and source == "content" and (thought := unsealed(item.get("encrypted_content"))):
+                texts.append(thought)  # all that clients of a server without a store may send back, beside a summary
             if texts:
                 break
         if texts:

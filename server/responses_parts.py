@@ -14,6 +14,7 @@ import orjson
 from forebay.model.chat import Delta
 from forebay.server.body import to_json
 from forebay.server.logprobs import Entry
+from forebay.server.messages_blocks import seal
 from forebay.server.responses_tools import ToolName
 
 Events = list[bytes]
@@ -62,11 +63,14 @@ def _named(kind: bytes) -> bytes:
 
 
 class ReasoningItem:
-    """The model's reasoning; with `summary` it is sent a second time as its own summary, which is what Codex shows."""
+    """The model's reasoning; with `summary` it is sent a second time as its own summary, which is what Codex shows.
 
-    def __init__(self, index: int, item_id: str, *, summary: bool, token: str | None) -> None:
+    With `sealed` it has a token too, for clients that send nothing else of it back: without it the next prompt would not extend this one.
+    """
+
+    def __init__(self, index: int, item_id: str, *, summary: bool, sealed: bool) -> None:
         self._events = _Events(index, item_id)
-        self._id, self._summary, self._token = item_id, summary, token
+        self._id, self._summary, self._sealed = item_id, summary, sealed
         self._texts: list[str] = []
         self._delta = self._events.head(b"reasoning_text.delta", _CONTENT)
         self._summary_delta = self._events.head(b"reasoning_summary_text.delta", _SUMMARY)
@@ -103,11 +107,11 @@ class ReasoningItem:
     def whole(self, status: str) -> dict[str, Any]:
         text = "".join(self._texts)
         summary = [{"type": "summary_text", "text": text}] if self._summary else []
-        return {**self._fields(status), "summary": summary, "content": [{"type": "reasoning_text", "text": text}]}
+        item = {**self._fields(status), "summary": summary, "content": [{"type": "reasoning_text", "text": text}]}
+        return {**item, "encrypted_content": seal(text)} if self._sealed else item
 
     def _fields(self, status: str) -> dict[str, Any]:
-        fields = {"type": "reasoning", "id": self._id, "status": status}
-        return fields if self._token is None else {**fields, "encrypted_content": self._token}
+        return {"type": "reasoning", "id": self._id, "status": status}
 
 
 class MessageItem:
@@ -257,7 +261,7 @@ class InputText:
             opening = _OPENING.match(self._rest)
             if opening is None:
                 return ""
-            self._rest, self._inside = self._rest[opening.end():], True
+            self._rest, self._inside = self._rest[opening.end() :], True
         return self._give(self._read())
 
     def finish(self) -> str:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.server.field_errors import array_at, bad, invalid, object_at, short, string_at
+from forebay.server.ignored import unread
 
 OFFERED = ("function", "custom")
 SEPARATOR = "::"
+_READ = frozenset({"type", "name", "description", "parameters", "strict", "format"})
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Tools:
     Attributes:
         offered: entries for a chat body. echo: the accepted entries as the client sent them.
         names: by the name in the prompt. paths: of chat fields, to the client's own.
-        left_out: types of tools that are not offered.
+        left_out: names for the header: types of tools that are not offered, and fields of the others that are not read.
     """
 
     offered: list[dict[str, Any]] = field(default_factory=list)
@@ -44,14 +46,17 @@ class Tools:
         """Offer one tool, if it is of a kind that is offered."""
         kind = _kind(tool, path)
         if kind not in OFFERED:
-            self.left_out.append(kind)
+            self.left_out.append(f"tools.{kind}")
             return False
         inner = tool.get(kind)
         if isinstance(inner, dict):  # the nested form of chat completions
             tool, path = inner, f"{path}.{kind}"
+        self.left_out += unread(tool, "tools[]", _READ | {kind})
         name = string_at(tool.get("name"), f"{path}.name")
         full = name if namespace is None else f"{namespace}{SEPARATOR}{name}"
         described = {key: tool[key] for key in ("description", "parameters", "strict", "format") if tool.get(key) is not None}
+        if kind == "custom":
+            described["strict"] = True  # the client gets the text `input`, whatever else the arguments might have been
         self.paths[f"tools[{len(self.offered)}]"] = self.paths[f"tools[{len(self.offered)}].{kind}"] = path
         self.offered.append({"type": kind, kind: {**described, "name": full}})
         self.names.setdefault(full, ToolName(name, namespace, kind == "custom"))

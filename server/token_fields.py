@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from forebay.model.tokenizer import Tokenizer
-from forebay.server.field_errors import bad, invalid, short
+from forebay.server.field_errors import invalid, short
 
 BANNED = -100.0  # the bias of a token that may not be sampled
 
@@ -34,22 +34,14 @@ def bias_by_id(given: Mapping[str, float], tokenizer: Tokenizer) -> dict[int, fl
     return bias
 
 
-def banned_words(words: Sequence[str], tokenizer: Tokenizer) -> dict[int, float]:
-    """A ban for the token of each word, as it is and after a space; CPU time in proportion to the text, without the GIL.
+def banned_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[dict[int, float], tuple[tuple[int, ...], ...]]:
+    """Tokens of each word, as it is and after a space: bans of single ones, and those of which several make a word.
 
-    Raises RequestError for a word that takes several tokens.
+    CPU time in proportion to the text, without the GIL.
     """
-    places: dict[str, int] = {}  # of the first word that a text stands for
-    for i, word in enumerate(words):
-        for text in (word, f" {word.lstrip()}"):
-            places.setdefault(text, i)
-    bans: dict[int, float] = {}
-    for (text, i), ids in zip(places.items(), tokenizer.encode_many(list(places)), strict=True):
-        if len(ids) != 1:
-            rule = f"only words of one token can be banned, and {short(text)} takes {len(ids)}; 'stop' ends the answer at any text"
-            raise bad(f"bad_words[{i}]", f"Invalid 'bad_words[{i}]': {rule}.", "unsupported_value")
-        bans[ids[0]] = BANNED
-    return bans
+    texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+    found = tokenizer.encode_many(list(texts))
+    return {ids[0]: BANNED for ids in found if len(ids) == 1}, tuple(tuple(ids) for ids in found if len(ids) > 1)
 
 
 def check_scored(tokens: int, choices: int, alternatives: int, limit: int, param: str) -> None:

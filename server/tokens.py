@@ -17,10 +17,12 @@ from forebay.model.chat import EncodedPrompt
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
 from forebay.server import ignored
+from forebay.server.chat_fields import Body
+from forebay.server.chat_names import ENCODED, UNSUPPORTED
 from forebay.server.exchange import Exchange
-from forebay.server.field_errors import bad, invalid, refusal, unsupported
+from forebay.server.field_errors import bad, invalid, missing, refusal, unsupported, wrong_type
 from forebay.server.prompts import integers, text_ids
-from forebay.server.protocol import Body, ChatCall, parse_chat
+from forebay.server.protocol import ChatCall, parse_chat
 from forebay.server.turns import Turns
 
 LISTED = 4  # times the context: most tokens of one answer, and of one text that is put together again
@@ -80,13 +82,14 @@ def parse_tokenize(body: dict[str, Any], turns: Turns) -> TokenizeCall:
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)[0]) from None
     if given[0] == "messages":
-        idle = [name for name in ("add_special_tokens", "add_special", "parse_special") if name in own]
+        idle: list[str] = [name for name in ("add_special_tokens", "add_special", "parse_special") if name in own]
+        idle += [name for name in body if name not in ENCODED and name not in UNSUPPORTED and name != "add_generation_prompt"]
         named = {**body, **({"model": fields.model} if fields.model else {})}
         chat = parse_chat(named, turns.options, turns.engine.tokenizer, also=idle)
         return TokenizeCall(fields, chat, "", "messages", chat.ignored)
     text = body.pop(given[0])
     if not isinstance(text, str):
-        raise invalid(given[0], "expected a string")
+        raise wrong_type(given[0], "a string", text)
     if body.get("tools"):
         raise unsupported("tools", "a text has none; send 'messages'")
     return TokenizeCall(fields, None, text, given[0], ignored.ignored(body))
@@ -97,11 +100,11 @@ def parse_detokenize(body: dict[str, Any], tokenizer: Tokenizer) -> DetokenizeCa
     body = {name: value for name, value in body.items() if value is not None}
     tokens, model = body.pop("tokens", None), body.pop("model", None)
     if tokens is None:
-        raise bad("tokens", "Missing required parameter: 'tokens'.", "missing_required_parameter")
+        raise missing("tokens")
     if model is not None and not isinstance(model, str):
-        raise bad("model", "Invalid type for 'model': expected a string.", "invalid_type")
+        raise wrong_type("model", "a string", model)
     if not isinstance(tokens, list):
-        raise bad("tokens", "Invalid type for 'tokens': expected an array of token ids.", "invalid_type")
+        raise wrong_type("tokens", "an array of token ids", tokens)
     ids = integers(tokens, "tokens")
     if ids and (min(ids) < 0 or max(ids) >= tokenizer.vocab_size):
         place = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < tokenizer.vocab_size)

@@ -124,7 +124,7 @@ class Turns:
         text = f"{__version__}\0{engine.model_name}\0{engine.tokenizer.fingerprint}\0{engine.max_context}"
         self.fingerprint = f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         self.pace = Pace()
-        self.grammars = GrammarCompiler(engine.tokenizer)
+        self.grammars = GrammarCompiler(engine.tokenizer, metrics=engine.metrics.grammars)
         self.desk = GrammarDesk(self.grammars)
         threading.Thread(target=self.grammars.vocabulary, name="forebay-vocabulary", daemon=True).start()  # not in the first request
         self.images = ImageDesk(options.images)

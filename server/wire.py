@@ -18,7 +18,8 @@ from forebay.server.errors import HttpError, describe
 from forebay.server.exchange import LINK, ASGIApp, Link
 from forebay.server.limits import ServerOptions
 
-_LINGER_S = 1.0
+_LINGER_S = 1.0  # how long what still arrives after a refusal is dropped
+_LINGER_BODY_S = 5.0  # the same of a body that was refused
 _NEW_OBJECTS = 50_000  # more than one step for thousands of streams makes at once
 _SWITCH_S = 0.001
 _PIPELINED = 64 * 1024  # bytes that are kept of what a client sends before it has its answer; with more, the connection ends with that
@@ -57,7 +58,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._mixed = False  # what was received last held the end of another request, too
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: HttpError | None = None
-        self._dropped = 0
         self._link = Link(self._resume_reading)
         self._unread: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # of the requests here the one that is answered
@@ -88,14 +88,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
-            self._dropped += len(data)
-            if self._dropped > self.options.discard_body and not self._answers():
-                self.transport.close()
             return
         if self._answers() and not self._running_body():
             self._keep(data)
             return
-        self._unset_keepalive_if_required()
         self._mixed = False
         self._feed(data)
         if self._in_head and self._refusal is None and not self._mixed:
@@ -182,7 +178,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._link.answering = False
-        if not cycle.more_body:
+        if cycle.more_body:
+            cycle.transport = _Lingering(self)  # type: ignore[assignment]
+        else:
             self._body_ended = self.loop.time()
         super()._start_asgi_task(cycle, app)
         if self._ended:
@@ -192,6 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._refusal = HttpError(400, "Too many requests were sent ahead.", code="invalid_http")
             raise HeadRefusedError
+        self._unset_keepalive_if_required()  # not before: line feeds between requests would keep a connection for ever
         super().on_message_begin()
         self.scope["extensions"] = {LINK: self._link}  # type: ignore[dict-item]
         self._in_head, self._head_bytes, self._unparsed = True, 0, 0
@@ -203,11 +202,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        if self._in_head:  # behind a body of chunks it is a trailer, which nobody in front of us has looked at
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._set_deadline(None)
+        if self.parser.get_http_version() == "1.1" and [name for name, _ in self.headers].count(b"host") != 1:
+            self._refusal = HttpError(400, "A request of HTTP/1.1 must have one Host header.", code="invalid_http")
+            raise HeadRefusedError
         wished = b",".join([value.lower() for name, value in self.headers if name == b"upgrade"])
         if self.parser.should_upgrade() and b"websocket" not in wished and self.parser.get_method() != b"CONNECT":
             self._upgrade = self._plain_head()
@@ -320,12 +323,37 @@ class BoundedProtocol(HttpToolsProtocol):
         head = b"".join(b"%b: %b\r\n" % header for header in failure.headers if header[0] != b"connection")
         head += b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[failure.status] + head + body)
-        self._set_deadline(self.loop.call_later(_LINGER_S, self.transport.close))
+        self._linger(_LINGER_S)
+
+    def end_answered(self) -> None:
+        """Close after an answer. What still comes of a request that was answered before its end is dropped for a moment."""
+        if self._running is None or not self._running.more_body or not self._running.response_complete:
+            self.transport.close()
+        elif not self.transport.is_closing() and self._refusal is None:
+            self._refusal = HttpError(400, "The request was answered before its end.", code="invalid_http")  # which nobody is told
+            self._linger(_LINGER_BODY_S)
+            self.flow.resume_reading()
+
+    def _linger(self, seconds: float) -> None:
+        """End our side, so that a client that reads to the end has its answer now, and soon the connection. Closed at once, with bytes
+        unread, it would send a reset, by which some clients lose the answer."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_deadline(self.loop.call_later(seconds, self.transport.close))
 
     def _set_deadline(self, handle: asyncio.TimerHandle | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = handle
+
+
+class _Lingering:
+    """The transport of a request whose body was not there when it began: closed within that, the connection ends gently."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self.write, self.is_closing, self.close = protocol.transport.write, protocol.transport.is_closing, protocol.end_answered
 
 
 def _parser(protocol: BoundedProtocol) -> httptools.HttpRequestParser:

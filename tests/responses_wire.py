@@ -83,6 +83,8 @@ def accumulated(received: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert item is items[-1], "an event of an item that had ended"
         if kind == "output_item.done":
             item["status"] = event["item"]["status"]
+            if "encrypted_content" in event["item"]:  # of the whole text, so it comes last
+                item["encrypted_content"] = event["item"]["encrypted_content"]
             if item["type"] == "message":
                 item["phase"] = event["item"]["phase"]
             assert item == event["item"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.engine import sampler as module
+from forebay.engine import draws, logit_rows, token_logprobs
+from forebay.engine.logit_edits import edit
 from forebay.engine.sampler import LOGPROB_FLOOR, NonFiniteLogitsError, Sampler, SamplingState, prompt_logprobs
 from forebay.engine.types import EngineError, SamplingParams
 from forebay.model.errors import RequestError
@@ -92,8 +94,8 @@ def edited(logits: list[float], params: SamplingParams, prompt: list[int], outpu
     state, x = SamplingState(params, prompt, 0), torch.tensor([logits])
     for token in output:
         state.observe(token)
-    state._bind(Sampler(len(logits), frozenset({EOS})), x.device)
-    module._edit(x, [state])
+    state.bind(Sampler(len(logits), frozenset({EOS})), x.device)
+    edit(x, [state])
     return [float(v) for v in x[0]]
 
 
@@ -248,6 +250,55 @@ def test_logit_bias_and_allowed_tokens() -> None:
     assert one(logits, SamplingParams(**greedy, logit_bias=dict.fromkeys(range(4), -100.0))) == 3
 
 
+def test_bad_words_are_never_completed() -> None:
+    best = [0.0, 0.0, 1.0, 9.0, 5.0, 20.0]
+    words: dict[str, Any] = {"bad_words": [(3, 4), (5,), [4, 3, 4], (2, 2, 2), (3, 3), (3, 4)]}
+    greedy = SamplingParams(temperature=0, **words)
+    assert one(best, greedy) == 3, "5 alone is one"
+    assert one(best, greedy, output=[3]) == 2, "4 and 3 would each be the second of two"
+    assert one(best, greedy, output=[3, 2]) == 3, "the beginning has to be just before"
+    assert one([0.0, 0.0, 9.0, 0.0, 0.0, 0.0], greedy, output=[2, 2]) != 2
+    assert one([0.0, 0.0, 9.0, 0.0, 0.0, 0.0], greedy, output=[2, 0, 2]) == 2
+    state = SamplingState(greedy, [3], 0)  # a beginning in the prompt is none
+    assert Sampler(6, frozenset({EOS})).sample(torch.tensor([best]), [state]).token_ids == [3]
+    drawn = {one(best, SamplingParams(temperature=2.0, **words), seed, None, [3]) for seed in range(60)}
+    assert drawn <= {0, 1, 2}
+    # they give way where nothing would be left, and to a form
+    assert one(best, SamplingParams(allowed_token_ids=(4,), bad_words=[(3, 4)]), output=[3]) == 4
+    assert one(best, SamplingParams(allowed_token_ids=(4, 0), bad_words=[(3, 4)], logit_bias={0: -100}), output=[3]) == 4
+    assert one(best, SamplingParams(allowed_token_ids=(EOS, 4), bad_words=[(3, 4)], min_tokens=5), output=[3]) == 4
+
+
+def test_bad_words_hold_in_any_batch_and_after_a_move() -> None:
+    sampler, logits = Sampler(32, frozenset({EOS})), gaussian(1, 32, 5)
+    words = [(i, j) for i in range(32) for j in range(32) if (i * j) % 3 == 0]
+    params = SamplingParams(bad_words=words, top_p=0.95)
+    states = [SamplingState(params if n % 2 == 0 else SamplingParams(), [], n) for n in range(6)]
+    written: list[list[int]] = [[] for _ in states]
+    for _ in range(40):
+        for state, token, kept in zip(states, sampler.sample(logits.expand(6, 32).contiguous(), states).token_ids, written, strict=True):
+            kept.append(token)
+            state.observe(token)
+    for n in (0, 2, 4):
+        assert all((a * b) % 3 for a, b in itertools.pairwise(written[n]))
+        moved = SamplingState(params, [], n)
+        for place, token in enumerate(written[n]):
+            assert sampler.sample(logits, [moved]).token_ids == [token], place
+            moved.observe(token)
+    assert any((a * b) % 3 == 0 for a, b in itertools.pairwise(written[1]))
+
+
+@pytest.mark.parametrize("words", [[()], [3], ["ab", ()], "", [[3], None]])
+def test_bad_words_are_lists_of_ids(words: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        Sampler(9, frozenset()).check(SamplingParams(bad_words=words or [[]]))
+    assert caught.value.param == "bad_words"
+    with pytest.raises(RequestError, match="bad_words must hold token ids from 0 to 8"):
+        Sampler(9, frozenset()).check(SamplingParams(bad_words=[(1, 9)]))
+    with pytest.raises(RequestError, match="16384 tokens together, got 16400"):
+        Sampler(9, frozenset()).check(SamplingParams(bad_words=[(1,) * 164] * 100))
+
+
 def test_min_tokens_holds_back_ends() -> None:
     logits = [0.0, 9.0, 8.0, 7.0]
     p = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(2,))
@@ -316,12 +367,12 @@ def test_masses_are_the_same_bits_for_one_row_and_for_64(threads: int) -> None:
     """What the independence rests on: softmax by row, whole-number sums."""
     for vocab in (4096, 129_280):
         x = gaussian(64 if vocab < 10_000 else 8, vocab, 10)
-        mass = x.softmax(-1).mul(module._UNIT).floor()
-        ids, total = module._draw(mass, torch.full((len(x), 1), 0.37, dtype=torch.float64))
+        mass = x.softmax(-1).mul(draws.UNIT).floor()
+        ids, total = draws.draw(mass, torch.full((len(x), 1), 0.37, dtype=torch.float64))
         for i in range(len(x)):
-            row = x[i : i + 1].clone().softmax(-1).mul(module._UNIT).floor()
+            row = x[i : i + 1].clone().softmax(-1).mul(draws.UNIT).floor()
             assert torch.equal(row[0], mass[i])
-            alone_id, alone_total = module._draw(row, torch.full((1, 1), 0.37, dtype=torch.float64))
+            alone_id, alone_total = draws.draw(row, torch.full((1, 1), 0.37, dtype=torch.float64))
             assert (alone_id[0], alone_total[0]) == (ids[i], total[i])
             assert int(total[i]) == sum(int(v) for v in row[0].double().tolist()), "the sum is exact"
             want = math.floor(0.37 * total[i].item())
@@ -330,13 +381,13 @@ def test_masses_are_the_same_bits_for_one_row_and_for_64(threads: int) -> None:
 
 def test_draws_work_on_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = module._draw
+    original = draws.draw
 
     def watched(mass: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(mass.clone())
         return original(mass, u)
 
-    monkeypatch.setattr(module, "_draw", watched)
+    monkeypatch.setattr(draws, "draw", watched)
     Sampler(500, frozenset()).sample(gaussian(4, 500, 16, scale=8.0), [SamplingState(p, [], 0) for p in mixed(4)])
     assert len(seen) >= 2
     assert all(torch.equal(mass, mass.floor()) for mass in seen)
@@ -347,7 +398,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_with_mass() -> None:
     mass[:, 70], mass[:, 75], mass[1, 3] = 5.0, 2.0, 1.0
     below_one = 1.0 - 2.0**-53
     for u, want in ((0.0, [70, 3]), (below_one, [75, 75]), (0.5, [70, 70])):
-        ids, total = module._draw(mass, torch.full((2, 1), u, dtype=torch.float64))
+        ids, total = draws.draw(mass, torch.full((2, 1), u, dtype=torch.float64))
         assert ids.tolist() == want
         assert total.flatten().tolist() == [7.0, 8.0]
 
@@ -444,15 +495,15 @@ def test_prompt_logprobs_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [e.token_id for e in whole] == ids
     assert [e.logprob for e in whole] == pytest.approx([float(table[n, i]) for n, i in enumerate(ids)], abs=1e-5)
     largest = 0
-    original = module._logprobs
+    original = token_logprobs.logprobs_of
 
     def watched(rows: torch.Tensor, chosen: list[int], ks: list[int]) -> object:
         nonlocal largest
         largest = max(largest, rows.numel())
         return original(rows, chosen, ks)
 
-    monkeypatch.setattr(module, "_logprobs", watched)
-    monkeypatch.setitem(module._TILE, "cpu", 500)
+    monkeypatch.setattr(token_logprobs, "logprobs_of", watched)
+    monkeypatch.setitem(logit_rows._TILE, "cpu", 500)
     assert prompt_logprobs(logits, ids, 4) == whole
     assert largest == 450
     assert all(e.top == () for e in prompt_logprobs(logits, ids, 0))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def test_no_route_answers_without_a_key_but_the_open_ones(served: Served) -> Non
             for method in METHODS if spelling in (path, f"{path}/", escaped(path)) else ("GET", "POST", "OPTIONS", "HEAD"):
                 status, answer = raw(served, method, spelling)
                 assert status in (401, 404), (method, spelling, answer[:80])
-    assert raw(served, "CONNECT-ISH", CHAT)[0] == 400  # no method at all; the connection is kept a second for what may still come
+    assert raw(served, "CONNECT-ISH", CHAT)[0] == 400  # no method at all
     near = (ALICE.upper(), ALICE[:-1], f"{ALICE}x", f" {ALICE[1:]}", f"{ALICE},{ROBOT}", hashed(ALICE.encode()))
     wrong = (*near, "", "*", "null", "x" * 5000)
     for path in guarded:
@@ -205,9 +206,9 @@ def who(ring: KeyRing, key: str) -> str | None:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The clock of the key ring, in a list of one."""
+    """The clock of the key ring, in a list of one. Files that are written now were written long before."""
     clock = [1000.0]
-    monkeypatch.setattr(access, "time", type("Clock", (), {"monotonic": staticmethod(lambda: clock[0])}))
+    monkeypatch.setattr(access, "time", type("Clock", (), {"monotonic": lambda: clock[0], "time": lambda: time.time() + clock[0]}))
     return clock
 
 
@@ -234,6 +235,34 @@ def test_a_changed_file_counts_without_a_restart(tmp_path: Path, now: list[float
     assert [who(ring, key) for key in ("key-b", "key-env")] == [None, "env"]
     with pytest.raises(HttpError):
         identify(ring, {})
+
+
+def test_a_file_that_is_being_written_is_not_read_yet(tmp_path: Path, now: list[float]) -> None:
+    file = tmp_path / "keys"
+    write(file, line("a", "key-a"), line("b", "key-b"))
+    ring = KeyRing(ServerOptions(api_keys_file=file))
+    write(file, line("b", "key-b"))  # as an editor begins that writes in place
+    written = time.time() + now[0] + access.RECHECK_S
+    os.utime(file, (written, written))
+    now[0] += access.RECHECK_S
+    assert who(ring, "key-a") == "a"
+    write(file, line("b", "key-b"), line("a", "key-a"), line("c", "key-c"))
+    now[0] += 2 * access.SETTLED_S
+    assert [who(ring, key) for key in ("key-a", "key-b", "key-c")] == ["a", "b", "c"]
+
+
+def test_a_file_of_keys_that_is_none_keeps_nobody_waiting(tmp_path: Path, now: list[float]) -> None:
+    file = tmp_path / "keys"
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match="cannot be read: not a regular file"):
+        KeyRing(ServerOptions(api_keys_file=file))
+    file.unlink()
+    write(file, line("a", "key-a"))
+    ring = KeyRing(ServerOptions(api_keys_file=file))
+    file.unlink()
+    os.mkfifo(file)
+    now[0] += access.RECHECK_S
+    assert who(ring, "key-a") == "a"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +301,7 @@ def test_wrong_keys_in_the_environment_are_refused_and_not_shown(text: str) -> N
     assert "ecret" not in error.value.message and "schl" not in error.value.message
 
 
+@pytest.mark.case("B112")
 def test_a_wrong_key_costs_as_many_hashes_as_there_are_salts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whichever matches, and if none does: one for keys of the environment, however many; one for each line of a file of old."""
     ring = KeyRing(ServerOptions(api_keys=",".join(f"key-number-{i}" for i in range(50))))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+from codecs import IncrementalDecoder
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from forebay.engine.output import OutputProcessor
 from forebay.engine.types import OutputEvent, TokenLogprob, Usage
-from forebay.model.chat import EncodedPrompt, OutputParser, ParseOptions
+from forebay.model.chat import Delta, EncodedPrompt, OutputParser, ParseOptions
 from forebay.model.tokenizer import Tokenizer
 from forebay.server.chunks import Choice, ChunkWriter, Head, usage
 from forebay.server.logprobs import LogprobFeed
@@ -28,6 +30,7 @@ from turns import byte_ids
 
 MARKERS = ("</think>", "<think>", "｜DSML｜")
 TOKENS = Tokenizer.load(TOKENIZER)
+MARKER_IDS = {TOKENS.special_id(marker) for marker in MARKERS}
 PIECES: dict[bytes, int] = {}
 for number in range(TOKENS.vocab_size):
     if number not in (TOKENS.stop_ids | TOKENS.silent_ids):
@@ -226,13 +229,14 @@ def golden_cases(golden: Path) -> Iterator[tuple[dict[str, Any], ParseOptions]]:
         given = case["parse_options"]
         stage = given["thinking_initial_stage"] or "Content"
         tools = [tool["function"] for tool in case["request"].get("tools", [])]
-        yield case, ParseOptions(
+        options = ParseOptions(
             start="calls" if given["starts_in_tool_calls"] else "reasoning" if stage.startswith("Reasoning") else "content",
             continues=stage.endswith("Continuation"),
             tools=given["parse_tool_calls"],
             properties={tool["name"]: frozenset(tool["parameters"]["properties"]) for tool in tools},
             json=given["parse_json_output"],
         )
+        yield case, options
 
 
 @pytest.mark.case("B056")
@@ -257,6 +261,77 @@ def test_streams_of_the_golden_completions(golden: Path) -> None:
     assert count > 30
 
 
+COUNTED = {"reasoning_tokens", "_tag_tokens", "_deltas"}  # of tokens, so they do depend on the cut
+TABLES = {"_bytes", "_texts", "_silent", "_markers", "_options", "_stop_ids"}  # that never change
+
+
+def memory(thing: Any) -> Any:
+    """All that an object knows of the text it has read, without the places where that was cut."""
+    if isinstance(thing, IncrementalDecoder):
+        return thing.getstate()
+    if isinstance(thing, list) and all(isinstance(piece, str) for piece in thing):
+        return "".join(thing)
+    if type(thing).__module__.startswith("forebay."):
+        known = {name: memory(value) for name, value in vars(thing).items() if name not in COUNTED | TABLES}
+        if isinstance(thing, OutputProcessor):
+            known["_content"] += known.pop("_pieces")
+        return known
+    return thing
+
+
+def twin(output: OutputProcessor) -> OutputProcessor:
+    """An independent copy; only the tables of the vocabulary are shared."""
+    reader = TOKENS.detokenizer()
+    return copy.deepcopy(output, {id(table): table for table in (reader._bytes, reader._texts)})
+
+
+def heard(deltas: list[Delta]) -> list[tuple[str, int, str | None, str]]:
+    """Deltas with neighbours of one kind joined: what a client has, whatever the pieces."""
+    told: list[tuple[str, int, str | None, str]] = []
+    for delta in deltas:
+        if told and delta.name is None and told[-1][:2] == (delta.channel, delta.index):
+            told[-1] = (*told[-1][:3], told[-1][3] + delta.text)
+        else:
+            told.append((delta.channel, delta.index, delta.name, delta.text))
+    return told
+
+
+@pytest.mark.parametrize("stop", [[], ["wo", "</", "}"], ["\n\n", "答"]], ids=["no stop", "stops", "line break"])
+def test_no_split_into_tokens_shows(golden: Path, stop: list[str]) -> None:
+    """Every split of every recorded answer, by induction over its places.
+
+    Byte by byte there is one state at each place. Any token of the vocabulary leads from the state in front of it to the state behind it,
+    with the same deltas on the way; so any chain of tokens does, and with it whatever is told at the end.
+    """
+    tokens = 0
+    for case, options in golden_cases(golden):
+        units = cut(case["completion"], None)
+        data = [TOKENS.token_bytes(unit) if unit not in MARKER_IDS else b"" for unit in units]
+        walk = OutputProcessor(TOKENS, stop, TOKENS.stop_ids, parser=OutputParser(TOKENS, options))
+        states, said = [twin(walk)], [list[Delta]()]
+        for unit in units:
+            said.append(said[-1] + walk.push(unit))
+            states.append(twin(walk))
+        for start, before in enumerate(states[:-1]):
+            if before.finished:
+                break
+            piece = data[start]
+            for end in range(start + 2, min(start + LONGEST, len(units)) + 1):
+                if not data[end - 1] or not piece:
+                    break
+                piece += data[end - 1]
+                if (token := PIECES.get(piece)) is None:
+                    continue
+                after = twin(before)
+                deltas = said[start] + after.push(token)
+                assert heard(deltas) == heard(said[end]), (case["name"], start, piece)
+                assert (after.finish_reason, after.matched_stop) == (states[end].finish_reason, states[end].matched_stop)
+                if not after.finished:
+                    assert memory(after) == memory(states[end]), (case["name"], start, piece)
+                tokens += 1
+    assert tokens > 1000
+
+
 def vendor_answer(case: dict[str, Any], pieces: list[str]) -> dict[str, Any]:
     """What the vendor's own library makes of a completion in pieces: its chunks, accumulated by itself."""
     body = {"model": "DeepSeek-V4.1-Flash", "stream": True, "messages": [{"role": "user", "content": "Say it in json."}], **case["request"]}
@@ -279,21 +354,21 @@ def test_streams_equal_the_vendors_accumulated_answers(golden: Path) -> None:
     for case, options in golden_cases(golden):
         if case["name"] in MALFORMED or not case["streaming_split_invariant"]:
             continue
-        draw = random.Random(5)
-        ids = cut(case["completion"], draw)
-        pieces, rest = [], case["completion"]
-        while rest:
-            size = draw.randint(1, 5)
-            pieces.append(rest[:size])
-            rest = rest[size:]
-        theirs = vendor_answer(case, pieces)["choices"][0]
-        events = run(ids, options, case["backend_finish"].lower(), [], draw, False)
-        ours = added_up(sent(events, prompt_for(options), {}, None))["choices"][0]
-        assert ours["finish_reason"] == theirs["finish_reason"], case["name"]
-        assert ours["message"]["content"] == (theirs["message"].get("content") or ""), case["name"]
-        assert ours["message"]["reasoning_content"] == (theirs["message"].get("reasoning_content") or ""), case["name"]
-        calls = [[c["function"] for c in side["message"].get("tool_calls") or ()] for side in (ours, theirs)]
-        assert calls[0] == calls[1], case["name"]
+        for draw in (None, random.Random(5), random.Random(6)):
+            ids = cut(case["completion"], draw)
+            pieces, rest = [], case["completion"]
+            while rest:
+                size = draw.randint(1, 5) if draw else 1
+                pieces.append(rest[:size])
+                rest = rest[size:]
+            theirs = vendor_answer(case, pieces)["choices"][0]
+            events = run(ids, options, case["backend_finish"].lower(), [], draw, False)
+            ours = added_up(sent(events, prompt_for(options), {}, None))["choices"][0]
+            assert ours["finish_reason"] == theirs["finish_reason"], case["name"]
+            assert ours["message"]["content"] == (theirs["message"].get("content") or ""), case["name"]
+            assert ours["message"]["reasoning_content"] == (theirs["message"].get("reasoning_content") or ""), case["name"]
+            calls = [[c["function"] for c in side["message"].get("tool_calls") or ()] for side in (ours, theirs)]
+            assert calls[0] == calls[1], case["name"]
         compared += 1
     assert compared > 30
 

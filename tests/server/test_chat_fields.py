@@ -138,9 +138,9 @@ def test_bad_words_are_banned_with_and_without_a_space(served: Served) -> None:
     assert ask(served, bad_words=[word], logit_bias={"5": 2}).status_code == 200
     bias = served.engine.requests[-1].params.logit_bias
     assert bias == {5: 2.0, tokenizer.encode(word)[0]: -100.0, tokenizer.encode(f" {word}")[0]: -100.0}
-    error = ask(served, bad_words=[word, "two words"]).json()["error"]
-    assert error["param"] == "bad_words[1]"
-    assert "one token" in error["message"]
+    assert ask(served, bad_words=[word, "two words"]).status_code == 200
+    several = served.engine.requests[-1].params.bad_words
+    assert set(several) == {tuple(tokenizer.encode(text)) for text in ("two words", " two words")}
 
 
 @pytest.mark.parametrize("alternatives", [0, 2])
@@ -192,8 +192,6 @@ def test_banned_words_are_looked_up_once_and_not_on_the_loop(served: Served, mon
         assert asked == [(False, ["a", " a"])], path
         bias = served.engine.requests[-1].params.logit_bias
         assert bias == {5: 3, one("a")[0]: -100.0, one(" a")[0]: -100.0}
-    error = ask(served, bad_words=["a", "a", "antidisestablishmentarianism"]).json()["error"]
-    assert error["param"] == "bad_words[2]"
 
 
 def test_a_prediction_is_reported_as_not_used(served: Served) -> None:

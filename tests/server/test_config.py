@@ -13,6 +13,7 @@ import yaml
 
 from forebay.model.errors import ConfigError
 from forebay.server.config import Config, Origins, fields, load, to_yaml
+from forebay.server.limits import ServerOptions
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,9 @@ def test_values_as_text(key: str, text: str, value: object) -> None:
         ("server.port", "65536", "server.port (flag --set): must be less than or equal to 65535, got '65536'"),
         ("server.port", "eighty", "server.port (flag --set): must be a valid integer"),
         ("server.header_timeout_s", "0", "must be greater than 0 seconds"),
+        ("server.write_timeout_s", "0", "must be greater than 0 seconds"),
+        ("server.write_floor", "0", "must be greater than or equal to 1 bytes per second"),
+        ("server.max_bodies_bytes", "1000", "must be greater than or equal to 1024 bytes"),
         ("engine.aging_s", "nan", "must be a finite number"),
         ("engine.device", "tpu", "must be 'cpu' or 'cuda'"),
         ("engine.default_effort", "medium", "must be none, low, high, max or a number from 1 to 100, got 'medium'"),
@@ -259,3 +263,11 @@ def test_file_nested_without_end_is_one_sentence(tmp_path: Path) -> None:
 def test_variable_of_the_tests_is_no_setting_and_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_GOLDEN", "/somewhere")
     assert set(load()[1].values()) == {"default"}
+
+
+def test_the_settings_of_the_wire_reach_the_server() -> None:
+    values = {"max_bodies_bytes": "1GiB", "write_timeout_s": "7.5", "write_floor": "1000", "body_timeout_s": "8", "keep_alive_s": "9"}
+    config, _ = load(None, {f"server.{name}": ("--set", value) for name, value in values.items()})
+    options = ServerOptions.from_config(config)
+    assert (options.max_bodies, options.write_timeout_s, options.write_floor) == (1 << 30, 7.5, 1000)
+    assert (options.body_timeout_s, options.keep_alive_s) == (8, 9)

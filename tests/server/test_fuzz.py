@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.engine.grammar_store import WeighedStore
 from forebay.model.chat import ChatCodec
 from forebay.server.app import App
 from forebay.server.limits import ServerOptions
@@ -164,6 +165,7 @@ def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     scripts = [Script([*engine.ids(text), engine.tokenizer.eos_id or 0], per_event=3) for text in texts]
     engine.answer = scripts[0]
     app = App(engine, ServerOptions())
+    app._turns.grammars.store = WeighedStore(1 << 20)  # as above: 20,000 requests leave hundreds of grammars, 256 MiB of them at most
     PATHS.update(document(app.routes, ["script"], open_to_all=True)["paths"])
     assert {route.name for route in app.routes if "POST" in route.methods} == set(BODIES) == set(DESCRIBED)
     names = sorted(KNOWN | {name for bodies in BODIES.values() for body in bodies for name in body} | {"nonsense", "__class__"})

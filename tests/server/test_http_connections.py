@@ -267,6 +267,22 @@ def test_a_body_that_trickles_is_given_up(hasty: Served) -> None:
 
 
 @pytest.mark.case("B116")
+def test_a_body_that_trickles_after_a_fast_beginning_is_given_up(hasty: Served) -> None:
+    """It holds its memory meanwhile; what came fast is no reason to wait for the rest."""
+    began = time.monotonic()
+    with connect(hasty) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 2000000\r\n\r\n".encode() + b" " * 1_500_000)
+        connection.settimeout(0.05)
+        answer = b""
+        while not answer:
+            connection.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 5  # at 64 KiB a second the beginning alone would have earned 23 s
+
+
+@pytest.mark.case("B116")
 @pytest.mark.parametrize(
     "head",
     [b"x-a: 1\r\n" * 100_000, b"x-a: " + b"y" * 10_000_000 + b"\r\n", b"x" * 100_000 + b": 1\r\n", b"x-a: " + b"y" * 10_000_000],

@@ -57,10 +57,16 @@ def block(text: str) -> str:
 
 
 @pytest.mark.case("B068")
-@pytest.mark.parametrize("said", ["Thinking.</think>Answer.", "Thinking.</think>Look:\n\n" + block("x"), "Only thinking"])
-def test_every_chunk_has_the_official_shape(served: Served, said: str) -> None:
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ("Thinking.</think>Answer.", {}), ("Thinking.</think>Look:\n\n" + block("x"), {}), ("Only thinking", {}),
+        ("Plain answer.", PLAIN), (block("x") + "\n", PLAIN),
+    ],
+)  # fmt: skip
+def test_every_chunk_has_the_official_shape(served: Served, said: str, fields: dict[str, Any]) -> None:
     served.engine.say(said)
-    received = chunks(served, tools=TOOLS)
+    received = chunks(served, tools=TOOLS, **fields)
     for chunk in received:
         ChatCompletionChunk.model_validate(chunk, strict=True)
         assert chunk["object"] == "chat.completion.chunk"

@@ -281,9 +281,10 @@ def test_paths(served: Served, path: str) -> None:
 
 def test_model_names(served: Served, client: anthropic.Anthropic) -> None:
     assert client.messages.create(**{**ASK, "model": "claude-sonnet-9"}).model == "claude-sonnet-9"
-    with serve(ScriptEngine(), ServerOptions(map_claude_models=False, aliases=("claude-ours",))) as strict, anthropic.Anthropic(
-        base_url=strict.url, api_key="none", max_retries=0
-    ) as other:
+    with (
+        serve(ScriptEngine(), ServerOptions(map_claude_models=False, aliases=("claude-ours",))) as strict,
+        anthropic.Anthropic(base_url=strict.url, api_key="none", max_retries=0) as other,
+    ):
         assert other.messages.create(**{**ASK, "model": "claude-ours"}).model == "claude-ours"
         with pytest.raises(anthropic.NotFoundError) as error:
             other.messages.create(**{**ASK, "model": "claude-sonnet-9"})
@@ -383,9 +384,10 @@ def test_a_server_that_has_no_room(served: Served, client: anthropic.Anthropic) 
 
 
 def test_a_body_that_is_too_large() -> None:
-    with serve(ScriptEngine(), ServerOptions(max_body=4096)) as served, anthropic.Anthropic(
-        base_url=served.url, api_key="none", max_retries=0
-    ) as client:
+    with (
+        serve(ScriptEngine(), ServerOptions(max_body=4096)) as served,
+        anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client,
+    ):
         error = refused(client, anthropic.ContentTooLargeError, messages=[{"role": "user", "content": "x" * 5000}])
     assert error["type"] == "request_too_large"
 
@@ -413,6 +415,15 @@ def test_a_rate_limit(served: Served, client: anthropic.Anthropic) -> None:
     assert refused(client, anthropic.RateLimitError)["type"] == "rate_limit_error"
 
 
+def refused_whole(client: anthropic.Anthropic) -> dict[str, Any]:
+    """The error of a whole answer."""
+    with pytest.raises(anthropic.APIStatusError) as error:
+        client.messages.create(**ASK)
+    body = error.value.body
+    assert isinstance(body, dict) and (body["type"], body["request_id"]) == ("error", error.value.request_id)
+    return dict(body["error"])
+
+
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("error", [ForebayError("device on fire"), UnavailableError("drained", code="draining"), QueueFullError("full")])
 def test_a_stream_that_fails_ends_with_an_error(served: Served, client: anthropic.Anthropic, raises: bool, error: ForebayError) -> None:
@@ -425,6 +436,8 @@ def test_a_stream_that_fails_ends_with_an_error(served: Served, client: anthropi
     assert found[-1]["request_id"] in found[-1]["error"]["message"] or type(error) is not ForebayError
     with pytest.raises(anthropic.APIStatusError), client.messages.stream(**ASK) as stream:
         stream.get_final_message()
+    told = refused_whole(client)
+    assert told["type"] == found[-1]["error"]["type"]
     served.engine.say("One two three four", fail_at=0, error=error, raises=raises)
     with pytest.raises(anthropic.APIStatusError) as early:
         client.messages.create(**ASK, stream=True)

@@ -34,7 +34,7 @@ OFF = {"thinking": {"type": "disabled"}}
 THOUGHT = {"type": "thinking", "thinking": "t", "signature": "s"}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
 PAPER = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
-CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"b": "x\n\"y\"", "a": 1}}
+CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {"b": 'x\n"y"', "a": 1}}
 
 
 def text(value: str, **more: Any) -> dict[str, Any]:
@@ -72,9 +72,7 @@ SAME = {
     "texts of a message": {"messages": history(("user", [text("a"), text(""), text("b")]))},
     "two user messages": {"messages": [USER, {"role": "user", "content": "r"}]},
     "system in the middle": {"system": "lead", "messages": history(("user", "q"), ("system", "mid"), ("user", "z"))},
-    "thoughts of earlier turns": {
-        "messages": history(("user", "q"), ("assistant", [THOUGHT, text("A")]), ("user", "z"))
-    },
+    "thoughts of earlier turns": {"messages": history(("user", "q"), ("assistant", [THOUGHT, text("A")]), ("user", "z"))},
     "an empty answer": {"messages": history(("user", "q"), ("assistant", [text("")]), ("user", "z"))},
     "tools": {"tools": TOOLS, "messages": [USER]},
     "a call and its result": {
@@ -97,7 +95,6 @@ SAME = {
         "tools": TOOLS,
         "messages": history(("user", "q"), ("assistant", [CALL]), ("user", [result("t1", "no", is_error=True)])),
     },
-    "a PDF": {"messages": history(("user", [PDF]))},
     "effort": {"messages": [USER], "output_config": {"effort": "max"}},
     "no tools for now": {"tools": TOOLS, "tool_choice": {"type": "none"}, "messages": [USER]},
 }
@@ -187,6 +184,24 @@ def test_histories_that_other_servers_wrote() -> None:
     assert "<｜Assistant｜></think>A<｜end▁of▁sentence｜>" in whole
     assert "T\nS\nc\n\nT\nD" in whole
     assert not any(word in whole for word in ("zzz", "web_search"))
+    assert [name.removeprefix("messages[].content[].") for name in translated(body).ignored] == [
+        "container_upload", "tool_reference", "redacted_thinking", "server_tool_use", "web_search_tool_result",
+    ]  # fmt: skip
+
+
+def test_what_blocks_and_tools_hold_beside_what_is_read_is_named_once() -> None:
+    marked = {**text("q"), "cache_control": {"type": "ephemeral"}, "citations": None}
+    body = {
+        "system": [{**text("s"), "cache_control": {"type": "ephemeral"}}],
+        "tools": [{**tool, "defer_loading": True, "cache_control": None, "input_examples": []} for tool in TOOLS],
+        "messages": history(
+            ("user", [marked, marked]), ("assistant", [{**CALL, "caller": {"type": "direct"}}]), ("user", [result("t1", [marked])])
+        ),
+    }
+    assert set(translated(body).ignored) == {
+        "tools[].defer_loading", "system[].cache_control", "messages[].content[].cache_control", "messages[].content[].caller",
+        "messages[].content[].content[].cache_control",
+    }  # fmt: skip
 
 
 def test_interrupted_turns() -> None:
@@ -244,7 +259,7 @@ def test_tools_of_the_protocol() -> None:
     ]
     found = translated({"tools": tools, "messages": [USER]})
     assert [tool["function"]["name"] for tool in found.chat["tools"]] == ["bash", "f", "str_replace_based_edit_tool", "memory"]
-    assert found.ignored == ("tools.0", "tools.4")
+    assert found.ignored == ("tools.0", "tools.4", "tools[].max_characters")
     assert '"restart": {"type": "boolean"}' in prompt({"tools": tools, "messages": [USER]}).text
 
 
@@ -261,7 +276,10 @@ def test_fields_of_the_answer() -> None:
     assert wanted.items() <= found.chat.items()
     assert found.chat["parallel_tool_calls"] is False
     assert found.chat["response_format"]["json_schema"]["schema"] == SCHEMA
-    assert found.ignored == ("metadata", "betas", "thinking.budget_tokens", "output_config.task_budget")
+    assert found.ignored == ("metadata", "betas", "output_config.task_budget")
+    assert found.chat["thinking"] == {"type": "enabled", "budget_tokens": 1}
+    unthinking = translated({**body, "thinking": {"type": "disabled", "budget_tokens": 1}})
+    assert "thinking.budget_tokens" in unthinking.ignored and unthinking.chat["thinking"] == {"type": "disabled"}
     assert found.unknown == ("made_up",)
     assert translated({"messages": [USER], "output_format": asked}).chat["response_format"] == found.chat["response_format"]
     named = translated({"messages": [USER], "tool_choice": {"type": "tool", "name": "f"}, "tools": TOOLS})
@@ -294,6 +312,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages.1.content.0.thinking", {"messages": history(("user", "q"), ("assistant", [{"type": "thinking"}]))}),
     ("messages.0.content.0.source", {"messages": history(("user", [{"type": "image"}]))}),
     ("messages.0.content.0.source.type", {"messages": history(("user", [{"type": "image", "source": {"type": "file", "file_id": "f"}}]))}),
+    ("messages.0.content.1.source.type", {"messages": history(("user", [text("q"), PDF]))}),
+    ("messages.0.content.0.content.0.source.type", {"messages": history(("user", [result("x", [PDF])]))}),
+    ("messages.0.content.0.source.type", {"messages": history(("user", [{**PDF, "source": {"type": "file", "file_id": "f"}}]))}),
     ("system", {"messages": [USER], "system": 5}),
     ("system", {"messages": [USER], "system": "\ud800"}),
     ("system.1.text", {"messages": [USER], "system": [text(""), text("\ud800")]}),

@@ -11,8 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from forebay.server.chat_names import ENCODED, IGNORED, UNSUPPORTED
+from forebay.server.completions import CHAT_ONLY, IDLE, CompletionFields
 from forebay.server.limits import ServerOptions
 from forebay.server.openapi import BODIES
+from forebay.server.protocol import KNOWN
+from forebay.server.tokens import TokenizeFields
 from script_engine import ScriptEngine, Served, serve
 
 KEY = "openapi-0123456789"
@@ -38,6 +42,25 @@ def test_every_route_with_a_body_has_a_schema(served: Served, document: dict[str
     assert chat["required"] == ["messages"]
     assert chat["properties"]["temperature"]["anyOf"][0] == {"maximum": 2.0, "minimum": 0.0, "type": "number"}
     assert "$ref" not in str(chat)
+
+
+def test_every_field_that_is_read_is_described(document: dict[str, Any]) -> None:
+    """What is refused or ignored whatever its value is not; limits of the server stand beside those of the field.
+
+    `best_of` is taken if it is 1 or `n`; a user's name is checked, though nothing comes of it.
+    """
+    described = {
+        path: document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize")
+    }
+    chat = (KNOWN - IGNORED - UNSUPPORTED) | {"best_of", "user", "user_id"}
+    assert described["/v1/chat/completions"].keys() == chat
+    own = {"prompt", "response_format", *CompletionFields.model_fields}
+    assert described["/v1/completions"].keys() == (chat - ENCODED - CHAT_ONLY - IDLE) | own
+    told = {"messages", "tools", "reasoning_effort", "thinking", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+    assert described["/tokenize"].keys() >= told | {"prompt", "content", "text", *TokenizeFields.model_fields}
+    assert described["/v1/chat/completions"]["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 8}
+    assert described["/v1/completions"]["stop"]["anyOf"][1]["maxItems"] == 16
 
 
 def test_keys_are_described_where_there_are_any(document: dict[str, Any]) -> None:

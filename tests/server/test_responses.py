@@ -11,6 +11,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseS
 from pydantic import BaseModel, TypeAdapter
 
 from forebay.server.limits import ServerOptions
+from forebay.server.messages_blocks import unsealed
 from responses_wire import FILES, PATCH, PLAIN, WRITE, accumulated, calls, events, post, steady
 from script_engine import Script, ScriptEngine, Served, serve
 
@@ -81,7 +82,7 @@ def test_stream_accumulates_to_the_whole_answer(served: Served, client: openai.O
     assert [item.type for item in final.output] == [item["type"] for item in whole["output"]]
     reasoning = whole["output"][0]
     assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm."}]
-    assert reasoning["encrypted_content"]
+    assert unsealed(reasoning["encrypted_content"]) == "Hm."
     assert received[0]["response"] == received[1]["response"]
     assert (received[0]["response"]["status"], received[0]["response"]["output"]) == ("in_progress", [])
 
@@ -116,7 +117,7 @@ def test_tools_round_trip(served: Served, client: openai.OpenAI) -> None:
     assert served.engine.text().index("written") < served.engine.text().index("text of the file")
 
 
-@pytest.mark.parametrize("text", ["*** Begin\n+é漢🙂 \"q\" \\ \t</b>\n*** End", "", "x"])
+@pytest.mark.parametrize("text", ['*** Begin\n+é漢🙂 "q" \\ \t</b>\n*** End', "", "x"])
 def test_custom_tool(served: Served, client: openai.OpenAI, text: str) -> None:
     served.engine.say("Hm.</think>" + calls(("apply_patch", {"input": text})))
     tools: Any = [PATCH, WRITE]

@@ -105,7 +105,7 @@ def _turn(rng: random.Random, number: int) -> str:
     for _ in range(rng.randint(1, 3)):
         kind = rng.randrange(3)
         if kind == 0:
-            made.append(("apply_patch", {"input": f"*** Begin Patch\n+{number} \"q\" \\ </b>\n*** End Patch"}))
+            made.append(("apply_patch", {"input": f'*** Begin Patch\n+{number} "q" \\ </b>\n*** End Patch'}))
         elif kind == 1:
             made.append(("agents::spawn", {"task": f"task {number}"}))
         else:

@@ -14,6 +14,7 @@ from forebay.model.chat import ChatCodec
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
 from forebay.server.limits import ServerOptions
+from forebay.server.messages_blocks import seal
 from forebay.server.protocol import KNOWN
 from forebay.server.responses_input import ResponsesCall, read_responses
 from script_engine import TOKENIZER, Served
@@ -126,6 +127,11 @@ def test_reasoning_after_a_message_begins_the_next_answer() -> None:
         ({"type": "reasoning", "content": None, "summary": [{"type": "summary_text", "text": "s"}]}, "s"),
         ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]}, "a\nb"),
         ({"type": "reasoning", "summary": [], "encrypted_content": "opaque"}, None),
+        ({"type": "reasoning", "summary": [], "encrypted_content": seal("é raw")}, "é raw"),
+        ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": seal("raw")}, "raw"),
+        ({"type": "reasoning", "summary": [], "encrypted_content": seal("raw")[:-1]}, None),
+        ({"type": "reasoning", "summary": [], "encrypted_content": 5}, None),
+        (reasoning("seen", encrypted_content=seal("raw")), "seen"),
     ],
 )
 def test_text_of_reasoning_items(item: dict[str, Any], text: str | None) -> None:
@@ -196,7 +202,11 @@ def test_tools(codec: ChatCodec) -> None:
     tools = [
         LOOK,
         PATCH,
-        {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read", "parameters": PARAMETERS}]},
+        {
+            "type": "namespace",
+            "name": "files",
+            "tools": [{"type": "function", "name": "read", "parameters": PARAMETERS, "defer_loading": True}],
+        },
         {"type": "web_search", "external_web_access": False},
         {"type": "local_shell"},
         {"type": "mcp", "server_label": "x"},
@@ -205,6 +215,7 @@ def test_tools(codec: ChatCodec) -> None:
     offered = [tool[tool["type"]] for tool in asked.call.body["tools"]]
     assert [tool["name"] for tool in offered] == ["look", "apply_patch", "files::read"]
     assert offered[0]["strict"] is False
+    assert offered[1]["strict"] is True  # its arguments have no other form than the text that the client gets
     assert "strict" not in offered[2]
     assert {n: (t.name, t.namespace, t.custom) for n, t in asked.tools.items()} == {
         "look": ("look", None, False),
@@ -212,7 +223,7 @@ def test_tools(codec: ChatCodec) -> None:
         "files::read": ("read", "files", False),
     }
     assert [tool["type"] for tool in asked.echo["tools"]] == ["function", "custom", "namespace"]
-    assert set(asked.call.ignored) == {"tools.web_search", "tools.local_shell", "tools.mcp"}
+    assert set(asked.call.ignored) == {"tools.web_search", "tools.local_shell", "tools.mcp", "tools[].defer_loading"}
     prompt = codec.encode(asked.call.body).text
     assert "start: /.+/" in prompt  # the grammar is told to the model
     assert "web_search" not in prompt

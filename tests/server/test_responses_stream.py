@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from forebay.engine.types import QueueFullError, QueueTimeoutError
+from forebay.model.errors import RequestError
 from forebay.server.access import hashed
 from forebay.server.errors import Failure
 from forebay.server.limits import ServerOptions
@@ -254,6 +255,18 @@ def test_overflow_on_a_stream_is_an_event(served: Served, client: openai.OpenAI)
     assert after == before + 2
 
 
+def test_overflow_that_the_engine_finds_is_an_event_too(served: Served, client: openai.OpenAI) -> None:
+    """With the field's own name in a whole answer."""
+    error = RequestError("messages is too long for this pool", param="messages", code="context_length_exceeded")
+    served.engine.say("Late.", fail_at=0, error=error)
+    received = events(served)
+    assert [event["type"] for event in received] == ["response.created", "response.in_progress", "response.failed"]
+    assert received[-1]["response"]["error"]["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="script", input="Hi")
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
+
+
 def test_overflow_that_needs_no_tokenizer(served: Served) -> None:
     served.engine.max_context = 30
     for received in (events(served, input="word " * 50_000), events(served, input=[{"role": "user", "content": "word " * 50_000}])):
@@ -290,6 +303,7 @@ def test_failure_in_the_middle(served: Served, client: openai.OpenAI, caplog: py
 
 def test_refused_after_the_start_is_an_event(served: Served) -> None:
     for error, code in ((QueueTimeoutError("the wait took too long"), "server_error"), (QueueFullError("full"), "server_error")):
+
         def answer(request: Any, error: Any = error) -> Script:
             return Script(served.engine.ids("x"), delay_s=0.3, fail_at=0, error=error)
 

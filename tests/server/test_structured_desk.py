@@ -243,3 +243,17 @@ def test_a_full_line_over_http() -> None:
         assert [found.status_code for found in await asyncio.gather(*busy)] == [200, 200]
 
     run(session)
+
+
+def test_grammars_and_masks_are_numbers_of_the_server() -> None:
+    async def session(http: httpx.AsyncClient, memo: Memo) -> None:
+        for _ in range(2):
+            assert (await choose(http, "yes")).status_code == 200
+        assert (await http.post("/chat/completions", json=body_of(guided_json={"enum": []}))).status_code == 400
+        page = (await http.get("http://x/metrics")).text
+        assert 'forebay_grammar_compiles_total{result="built"} 1.0' in page
+        assert 'forebay_grammar_compiles_total{result="refused"} 1.0' in page
+        assert "forebay_grammar_compile_seconds_count 2.0" in page
+        assert memo.value("grammar_mask_seconds_count") > 0
+
+    run(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -42,6 +43,16 @@ def read_all(connection: socket.socket) -> bytes:
 
 def statuses(received: bytes) -> list[int]:
     return [int(found) for found in re.findall(rb"HTTP/1\.1 (\d+) ", received)]
+
+
+def sends_until_closed(connection: socket.socket, data: bytes) -> float:
+    """Seconds for which the server lets `data` be sent again and again; at most 10."""
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while time.monotonic() - began < 10:
+            connection.sendall(data)
+            time.sleep(0.05)
+    return time.monotonic() - began
 
 
 def hold(served: Served, text: str = "word " * 50) -> None:
@@ -247,9 +258,45 @@ def test_no_error_is_written_into_an_answer(served: Served, stream: bool, togeth
     assert answer[first:] == b"" or statuses(answer[first:]) == [400]
 
 
+@pytest.mark.parametrize("data", [b"CONNECT-ISH / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000])
+def test_a_client_that_reads_to_the_end_need_not_wait_for_it(served: Served, data: bytes) -> None:
+    """The server ends its side with the answer, and goes on dropping what comes, so that the client is not sent a reset."""
+    with connect(served) as connection:
+        began = time.monotonic()
+        connection.sendall(data)
+        received = read_all(connection)
+        assert time.monotonic() - began < wire._LINGER_S / 2
+        assert statuses(received) in ([400], [431]) and received.endswith(b"}}")
+        for _ in range(10):
+            connection.sendall(b"more" * 1000)
+            time.sleep(0.01)
+    served.wait(lambda: not served.server.server_state.connections)
+
+
+def test_a_client_that_goes_on_without_end_is_closed_soon(served: Served) -> None:
+    with connect(served) as connection:
+        connection.sendall(b"CONNECT-ISH / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert sends_until_closed(connection, b"more") < 3 * wire._LINGER_S
+
+
+@pytest.mark.case("B116")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_of_a_body_that_is_too_large_reads_why(chunked: bool) -> None:
+    """Node's fetch and Python's urllib give up at a reset, and never look whether they have an answer."""
+    data, length = b" " * 20_000_000, "content-length: 20000000"
+    if chunked:
+        data, length = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data), "transfer-encoding: chunked"
+    with serve(ScriptEngine(), ServerOptions(max_body=1 << 20)) as served:
+        with connect(served) as connection:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode() + data)
+            received = read_all(connection)
+        assert statuses(received) == [413] and received.endswith(b"}}")
+        served.wait(lambda: not served.server.server_state.connections)
+
+
 def test_a_broken_chunk_is_answered_once(served: Served) -> None:
     with connect(served) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode() + b"5\r\n{\"mes\r\n")
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode() + b'5\r\n{"mes\r\n')
         time.sleep(0.1)
         connection.sendall(b"nonsense\r\n")
         assert statuses(read_all(connection)) == [400]
@@ -266,3 +313,63 @@ def test_a_head_that_is_too_large_behind_a_request_is_not_told_in_its_answer() -
             received = read_all(connection)
     assert statuses(received)[0] == 200 and received.index(b"word") < len(received) and received.count(b"word") > 40
     assert received.find(b"HTTP/1.1 431") in (-1, received.rfind(b"HTTP/1.1"))
+
+
+# ---- heads that programs read differently
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: x\r\nhost: y\r\n"], ids=["none", "two"])
+def test_a_request_has_one_host(served: Served, hosts: bytes) -> None:
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + hosts + b"\r\n")
+        received = read_all(connection)
+    assert statuses(received) == [400] and b"must have one Host header" in received
+    with connect(served) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert statuses(read_all(connection)) == [200]
+
+
+@pytest.mark.case("B112")
+def test_a_trailer_is_no_header() -> None:
+    """A proxy in front looks at the head alone: what it keeps out must not come in behind the body."""
+    body = json.dumps({"messages": HI}).encode()
+    chunks, trailer = b"%x\r\n%b\r\n0\r\n" % (len(body), body), b"authorization: Bearer right\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n".encode()
+    with serve(ScriptEngine(), ServerOptions(api_keys="right")) as served:
+        for data, status in ((head + trailer + b"\r\n" + chunks + b"\r\n", 200), (head + b"\r\n" + chunks + trailer + b"\r\n", 401)):
+            with connect(served) as connection:
+                connection.sendall(data)  # in one packet it is all there before the application looks at the head
+                assert statuses(read_all(connection)) == [status]
+
+
+def test_lengths_that_contradict_each_other_are_refused(served: Served) -> None:
+    """What is read as one request here and as two by a proxy in front lets one client write into the answers of another."""
+    body = json.dumps({"messages": HI}).encode()
+    chunked, chunks = "transfer-encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    for headers, data in (
+        (f"content-length: {len(body)}\r\n{chunked}", chunks),
+        (f"{chunked}content-length: 4\r\n", chunks),
+        (f"content-length: {len(body)}\r\ncontent-length: 3\r\n", body),
+        ("content-length: 3, 3\r\n", body),
+        (f"content-length : {len(body)}\r\n", body),
+        (f"content-length:\r\n {len(body)}\r\n", body),
+        ("transfer-encoding: xchunked\r\n", chunks),
+        ("transfer-encoding: chunked, gzip\r\n", chunks),
+        ("transfer-encoding: \x0bchunked\r\n", chunks),
+        ("transfer-encoding:\r\n chunked\r\n", chunks),
+        (f"{chunked}{chunked}", chunks),
+        (chunked, chunks.replace(b"\r\n", b"\n")),
+        (chunked, chunks[:-5] + b"0x0\r\n\r\n"),
+        (chunked, b"10000000000000000\r\n" + body),
+    ):
+        with connect(served) as connection:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode() + data + HEALTH)
+            assert statuses(read_all(connection)) == [400], headers
+    assert not served.engine.requests
+
+
+def test_line_feeds_between_requests_keep_no_connection() -> None:
+    with serve(ScriptEngine(), ServerOptions(keep_alive_s=1.0)) as served, connect(served) as connection:
+        connection.sendall(HEALTH)
+        assert statuses(connection.recv(65536)) == [200]
+        assert sends_until_closed(connection, b"\r\n") < 3
