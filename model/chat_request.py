@@ -117,7 +117,7 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
     task = turns[-1].task if turns else None
     forced = choice == "required" and with_tools and not thinking and task is None
     reasons = thinking and task is None and not (continues and turns[-1].content)
-    single = not flag(body, "parallel_tool_calls", True)
+    single = not flag(body, "parallel_tool_calls", True) or _names_one(body)
     offered = with_tools and task is None
     callable_tools = tuple(tool for tool in tool_schemas(body) if offered and (allowed is None or tool.name in allowed))
     keep_reasoning = thinking and not with_tools and not switch(body, "drop_thinking", True)
@@ -340,6 +340,12 @@ def parse_tool_choice(body: Mapping[str, Any], names: set[str]) -> tuple[Literal
     if wanted == []:
         raise bad(f"{param}.allowed_tools.tools must name at least one tool", f"{param}.allowed_tools.tools", "empty_array")
     return ("required" if mode == "required" else "auto"), None if wanted is None else frozenset(wanted)
+
+
+def _names_one(body: Mapping[str, Any]) -> bool:
+    """Whether a checked `tool_choice` is one tool: it is then called once."""
+    choice = body.get("tool_choice") or body.get("function_call")
+    return isinstance(choice, Mapping) and choice.get("type", "function") != "allowed_tools"
 
 
 def _chosen_name(entry: Any, param: str) -> str:

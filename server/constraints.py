@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -64,7 +64,7 @@ FREE = Held()
 
 def read(body: Mapping[str, Any]) -> Wanted:
     """The fields of a checked body; cheap, whatever their size. Raises RequestError naming one that is wrong or in another's way."""
-    found = [(kind, body[name], name) for name, kind in _FORMS.items() if _asks(body.get(name))]
+    found = [(kind, body[name], name) for name, kind in _FORMS.items() if _asks(body.get(name), kind)]
     outputs = body.get("structured_outputs")
     if _asks(outputs):
         if not isinstance(outputs, Mapping):
@@ -72,7 +72,7 @@ def read(body: Mapping[str, Any]) -> Wanted:
         for name, value in outputs.items():
             param = f"structured_outputs.{name}"
             if name in _INNER:
-                if _asks(value):
+                if _asks(value, name):
                     found.append((name, value, param))
             elif _asks(value) and name not in _HARMLESS:
                 text = f"Unsupported parameter: '{param}' is not offered. Use json, regex, choice or json_object."
@@ -96,7 +96,10 @@ def read(body: Mapping[str, Any]) -> Wanted:
     return Wanted(kind, value, param, budget)
 
 
-def _asks(value: Any) -> bool:
+def _asks(value: Any, kind: str = "") -> bool:
+    """Whether a field asks for a form. An empty schema is any JSON, and an empty list of choices a mistake to be told."""
+    if (kind, value) in (("json", {}), ("choice", [])):
+        return True
     return value is not None and value is not False and value not in ("", {}, [])
 
 
@@ -148,7 +151,7 @@ def hold(wanted: Wanted, prompt: EncodedPrompt | None, obtain: Obtain, raw: Answ
         tools = [ToolForm(tool.name, tool.parameters, tool.strict, tool.param) for tool in form.tools]
         for tool in tools:
             check_schema(tool.parameters, tool.param)
-        grammar = _calls(tools, begins, obtain, single=form.single, otherwise=other)
+        grammar = _bound(tools, begins, obtain, other, form) or _calls(tools, begins, obtain, single=form.single, otherwise=other)
     except RequestError as error:
         if strict:
             _blame([tool for tool in tools if tool.strict], obtain)
@@ -170,6 +173,28 @@ def _calls(
     parts = [[tool.name, tool.parameters, tool.strict, tool.param] for tool in tools]
     key = _key(parts, begins, single, param, otherwise and otherwise.lark)
     return obtain(key, lambda: calls_spec(tools, begins, single=single, otherwise=otherwise, param=param))
+
+
+def _bound(tools: Sequence[ToolForm], begins: Begins, obtain: Obtain, otherwise: GrammarSpec | None, form: AnswerForm) -> Grammar | None:
+    """The grammar of calls that are asked for, with their arguments held to schemas that are not `strict` too, if all of them can be.
+
+    Whoever forces a call reads its arguments with a program (spec/http-api.md §3.4), so a missing one is worse than a fixed order.
+    """
+    held = [_held(tool) for tool in tools] if form.required else []
+    if held == list(tools):
+        return None
+    try:
+        return _calls(held, begins, obtain, single=form.single, otherwise=otherwise) if held else None
+    except RequestError:
+        return None  # a schema says what cannot be enforced, which is no fault of one that is not strict
+
+
+def _held(tool: ToolForm) -> ToolForm:
+    """The tool as a strict one, if its schema declares all that may be given."""
+    schema = tool.parameters
+    if tool.strict or not isinstance(schema.get("properties"), Mapping) or schema.get("additionalProperties", False) is not False:
+        return tool
+    return replace(tool, strict=True, parameters={**schema, "additionalProperties": False})
 
 
 def _blame(tools: list[ToolForm], obtain: Obtain) -> None:

@@ -34,7 +34,7 @@ class ChatCall:
 
     Attributes:
         ignored: names for the response header. unknown: some of those that no server knows, for the metrics.
-        logit_bias: by token id; banned words of one token are in it, and the others in `bad_words`, once `with_bans` has found their tokens.
+        logit_bias: by token id; banned words of one token are in it, the others in `bad_words`, once `with_bans` has found their tokens.
         echoes: text of the message that the answer continues, if it is to be repeated in front of it.
         predicted: the request holds a guess of its answer, which is not used; usage says so.
         paths: of a conversation that came as `input`, to the client's own fields.
