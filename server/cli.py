@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """The whole parser."""
-    parser = Parser(prog="forebay", description="Serve DeepSeek-V4.1-Flash behind an OpenAI-compatible API.")
+    parser = Parser(prog="forebay", description="Serve DeepSeek-V4.1-Flash behind the OpenAI and Anthropic APIs.")
     parser.add_argument("--version", action="version", version=f"forebay {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 

@@ -141,4 +141,5 @@ def _openai_type(status: int) -> str:
 
 def family_of(path: str) -> Family:
     """Whose clients call a path, served or not."""
+    path = path.replace("/v1/v1/", "/v1/", 1) if path.startswith("/v1/v1/") else path
     return "anthropic" if any(path == known or path.startswith(f"{known}/") for known in _ANTHROPIC_PATHS) else "openai"

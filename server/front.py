@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from forebay.engine.types import QueueFullError
@@ -106,14 +107,21 @@ class Front:
             path = path[:-1]
         return self._table.get(path) or next((route for prefix, route in self._below if path.startswith(prefix)), None)
 
+    def _unknown(self, method: str, path: str) -> str:
+        """What a 404 says: a base URL with a /v1 too many is the commonest mistake, a misspelt path the next."""
+        text = f"Unknown request URL: {method[:32]} {path[:200]}."
+        if path.startswith("/v1/v1/") and self.find(path[3:]) is not None:
+            return f"{text} This client adds /v1 itself: give it the base URL without /v1."
+        near = get_close_matches(path[:64], [known for known in self._table if known != "/"], 1, 0.7)
+        return f"{text} The nearest route is {near[0]}." if near else f"{text} GET /openapi.json lists the routes."
+
     async def _dispatch(self, exchange: Exchange) -> None:
         current.set(None)
         route = self.find(exchange.path)
         self._allow_origin(exchange)
         exchange.family = route.family if route is not None else family_of(exchange.path)
         if route is None:
-            text = f"Unknown request URL: {exchange.method[:32]} {exchange.path[:200]}. See the README for the routes of this server."
-            raise HttpError(404, text, code="unknown_url")
+            raise HttpError(404, self._unknown(exchange.method, exchange.path), code="unknown_url")
         exchange.route, exchange.quiet = route.name, route.quiet
         if exchange.method == "OPTIONS" and self._options.cors_origins:
             await self._preflight(exchange, route)  # browsers send it without the key

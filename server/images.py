@@ -163,15 +163,15 @@ def _parts(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _image_url(part: Mapping[str, Any], where: str) -> tuple[str, str]:
-    given, path, detail = part.get("image_url"), f"{where}.image_url", part.get("detail")
+    given, path, detail, place = part.get("image_url"), f"{where}.image_url", part.get("detail"), f"{where}.detail"
     if given is None and part.get("file_id") is not None:
         raise bad(f"{where}.file_id", f"Unsupported value: '{where}.file_id': this server stores no files.", "unsupported_value")
     if isinstance(given, Mapping):
-        detail = given.get("detail", detail)
+        if "detail" in given:
+            detail, place = given["detail"], f"{path}.detail"
         given = given.get("url")
     if detail is not None and detail not in DETAILS:
-        text = f"Invalid value for '{where}.detail': expected {', '.join(DETAILS)}, got {short(detail)}."
-        raise bad(f"{where}.detail", text, "invalid_value")
+        raise bad(place, f"Invalid value for '{place}': expected {', '.join(DETAILS)}, got {short(detail)}.", "invalid_value")
     return path, _text(given, path)
 
 

@@ -148,20 +148,27 @@ def run(args: argparse.Namespace) -> int:
     console, _ = consoles()
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ConfigError(f"chat: --max-tokens must be at least 1, got {args.max_tokens}")
+    url = _address(args.url)
     try:
-        http = httpx.Client(base_url=args.url, timeout=ANSWER_TIMEOUT, headers=own_headers())
+        http = httpx.Client(base_url=url, timeout=ANSWER_TIMEOUT, headers=own_headers())
     except httpx.InvalidURL as error:
         raise ConfigError(f"chat: --url {args.url!r} is no address of a server: {error}") from None
     with http as client:
-        model = args.name or first_model(client, args.url)
+        model = args.name or first_model(client, url)
         chat = Chat(client, model, console, effort=_effort(args.effort) if args.effort else None, max_tokens=args.max_tokens)
-        console.print(f"{model} at {args.url}; /help lists the commands", style="dim")
+        console.print(f"{model} at {url}; /help lists the commands", style="dim")
         while (line := _read(console)) is not None:
             if not line.startswith("/"):
                 _take_turn(chat, line, console)
             elif not _command(chat, line, console):
                 break
     return 0
+
+
+def _address(given: str) -> str:
+    """As people give it: also without http:// in front, or with the /v1 that an OpenAI client wants."""
+    url = given if "://" in given else f"http://{given}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def first_model(client: httpx.Client, url: str) -> str:

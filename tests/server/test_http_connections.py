@@ -469,6 +469,20 @@ def test_wrong_paths_and_methods(served: Served, http: httpx.Client) -> None:
         assert http.post(served.url + alias, json={"messages": HI}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/v1/messages", "give it the base URL without /v1"),
+        ("/v1/chat/completion", "The nearest route is /v1/chat/completions"),
+        ("/xyzzy", "GET /openapi.json lists the routes"),
+    ],
+)
+def test_an_unknown_path_is_told_the_way_out(served: Served, path: str, hint: str) -> None:
+    error = httpx.post(served.url + path, json={}).json()
+    assert hint in error["error"]["message"]
+    assert (error.get("type") == "error") == ("messages" in path)  # in the words of the protocol
+
+
 def test_model_ids_may_contain_slashes() -> None:
     with serve(ScriptEngine(), ServerOptions(model_name="deepseek-ai/DeepSeek-V4.1-Flash")) as served:
         for path in ("/v1/models/deepseek-ai/DeepSeek-V4.1-Flash", "/models/deepseek-ai%2FDeepSeek-V4.1-Flash/"):

@@ -108,7 +108,7 @@ def test_what_is_wrong_with_a_url_is_told_with_its_place(url: Any, code: str) ->
 
 def test_other_fields_of_a_part() -> None:
     error = refusal(one({"type": "image_url", "image_url": {"url": URL, "detail": "fine"}}))
-    assert (error.code, error.param) == ("invalid_value", "messages.0.content.1.detail")
+    assert (error.code, error.param) == ("invalid_value", "messages.0.content.1.image_url.detail")
     error = refusal(one({"type": "input_image", "file_id": "file-1"}))
     assert (error.code, error.param) == ("unsupported_value", "messages.0.content.1.file_id")
     error = refusal(one({"type": "image", "source": {"type": "file", "file_id": "x"}}))

@@ -166,7 +166,7 @@ def test_tool_choices(name: str) -> None:
             for thinking in (True, False):
                 for parallel in (True, False):
                     for short in (False, True):
-                        loose = name not in ("none", "auto") and seed % 2 == 0  # a call that is asked for is held to its schema all the same
+                        loose = name not in ("none", "auto") and seed % 2 == 0  # held to its schema all the same if it is asked for
                         fields: dict[str, Any] = {"tools": LOOSE if loose else TOOLS, "tool_choice": choice, "thinking": thinking}
                         most = 26 if short or name in ("none", "auto") else 900
                         fields |= {"parallel_tool_calls": parallel, "seed": seed, "max_tokens": most}
