@@ -304,7 +304,7 @@ def test_a_broken_chunk_is_answered_once(served: Served) -> None:
 
 
 def test_a_head_that_is_too_large_behind_a_request_is_not_told_in_its_answer() -> None:
-    with serve(ScriptEngine(), ServerOptions(max_head=2000)) as served:
+    with serve(ScriptEngine(), ServerOptions(max_head=2000, head_timeout_s=1.0)) as served:
         hold(served)
         with connect(served) as connection:
             connection.sendall(request() + b"GET /health HTTP/1.1\r\nx: " + b"y" * 5000)
