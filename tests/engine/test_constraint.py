@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,19 +17,6 @@ from forebay.engine.sampler import Sampler, SamplingState
 from forebay.engine.tool_grammar import ToolForm, calls_spec
 from forebay.engine.types import SamplingParams
 from forebay.model.tokenizer import DSML, Tokenizer
-from noise_model import TOKENIZER
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer)
-    yield compiler
-    compiler.close()
 
 
 def allowed(constraint: Constraint, tokenizer: Tokenizer) -> set[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -26,19 +25,6 @@ from forebay.engine.grammar_check import GrammarChecker, TimeLimitError
 from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import Tokenizer
-from noise_model import TOKENIZER
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer)
-    yield compiler
-    compiler.close()
 
 
 def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:

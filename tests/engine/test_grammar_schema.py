@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,6 @@ from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.grammar_schema import pattern, plain
 from forebay.engine.tool_grammar import ToolForm, calls_spec
 from forebay.model.errors import RequestError
-from forebay.model.tokenizer import Tokenizer
-from noise_model import TOKENIZER
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer)
-    yield compiler
-    compiler.close()
 
 
 def allows(compiler: GrammarCompiler, schema: Any, value: Any) -> bool:

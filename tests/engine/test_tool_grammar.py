@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
@@ -18,7 +17,6 @@ from forebay.engine.tool_values import MAX_NODES, ValueReader
 from forebay.model.chat import OutputParser, ParseOptions
 from forebay.model.errors import RequestError
 from forebay.model.tokenizer import DSML, Tokenizer
-from noise_model import TOKENIZER
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -33,18 +31,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "tags"],
     "$defs": {"tag": {"type": "string", "maxLength": 4}},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(TOKENIZER)
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer)
-    yield compiler
-    compiler.close()
 
 
 def tools(strict: bool) -> list[ToolForm]:
