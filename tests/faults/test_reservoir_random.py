@@ -288,18 +288,20 @@ class Chaos:
     def corrupt(self) -> None:
         """One bit, anywhere in a file."""
         with self._some_segment() as path:
-            at = self.n.randrange(path.stat().st_size)
+            at = self.n.randrange(path.stat().st_size or 1)
             self._damaged(path, at, at + 1)
             with open(path, "r+b") as file:
                 file.seek(at)
-                byte = file.read(1)[0] ^ 1 << self.n.randrange(8)
-                file.seek(at)
-                file.write(bytes([byte]))
+                byte = file.read(1)  # empty: the store cut the file's unused end off meanwhile
+                bit = 1 << self.n.randrange(8)
+                if byte:
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ bit]))
 
     def truncate(self) -> None:
         with self._some_segment() as path:
             size = path.stat().st_size
-            cut = self.n.randrange(size)
+            cut = self.n.randrange(size or 1)
             self._damaged(path, cut, size)
             os.truncate(path, cut)
 
