@@ -1,0 +1,271 @@
+"""Storing KV on a GPU: window rows as FP8, entries of kv sources as FP4, each in one pass from the projections to the cache's bytes.
+
+Inputs of a step, all on the device: `position` [n] int64; `span` [n] int32, the sequence of each row, -1 for a row that pads a batch and
+writes nothing but its own fresh row; and per sequence, int32: `start` and `stop`, its positions in the batch; `offset`, its first row;
+`slot`, its window slot. Nothing here waits for the device or allocates, so every call can be captured in a graph.
+
+The kernels are in `store`, and run on CPU tensors too while TRITON_INTERPRET=1. Bytes equal those of `formats`, `rms_norm`, `rope` and
+`compress`, but where a sum in another order moves a number across the border of two codes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LARGE = 2048  # rows from which tiles are made for throughput
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of a step, as above."""
+
+    position: Tensor
+    span: Tensor
+    start: Tensor
+    stop: Tensor
+    offset: Tensor
+    slot: Tensor
+
+
+@dataclass(frozen=True)
+class SourcePlanes:
+    """Where a source's entries lie: `ratio`, entries per block, and the byte offset of each plane in a block (`cache.layout`)."""
+
+    ratio: int
+    per_block: int
+    main_codes: int
+    main_scales: int
+    index_codes: int
+    index_scales: int
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _kernels() -> SimpleNamespace:
+    from forebay.model.ops.kernels import store
+
+    return store.load(_interpreted())
+
+
+def _power(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def turn_table(position: Tensor, freqs: Tensor, ratio: int, out: Tensor) -> None:
+    """Rotation of each row, for `store_window` (ratio 1) and of the group it belongs to, for `store_entries`.
+
+    Made once per step and frequency table. Differs from `rope.rope_table` by up to 1.2e-7.
+
+    Args:
+        position: [n] int64. freqs: [pairs] fp32.
+        out: [n, 2, pairs] fp32, the cosines and sines of `position // ratio * ratio`.
+    Floor: 8 * pairs bytes a row (256 B at 32 pairs).
+    """
+    n, pairs = position.numel(), freqs.numel()
+    if n:
+        k = _kernels()
+        k.turn_table[(k.cdiv(n, 8),)](position, freqs, out, n, R=ratio, PAIRS=pairs, PP=_power(pairs), BR=8, num_warps=4)
+
+
+def store_window(
+    low_q: Tensor,
+    low_kv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    turn: Tensor,
+    eps: float,
+    step: Step,
+    fresh: Tensor,
+    ring: Tensor | None = None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    values: Tensor | None = None,
+) -> None:
+    """Both halves of a layer's input projection on their way on: window KV normed, rotated and stored; query latent normed and rounded.
+
+    Args:
+        low_q: [n, q_lora] bf16, low_kv: [n, dim] bf16; each may be a slice of columns of one product.
+        q_norm: [q_lora], kv_norm: [dim], bf16 or fp32.
+        turn: of `turn_table`, ratio 1.
+        fresh: [n, dim + dim/32] uint8, out: E4M3 codes, then E8M0 scales, of this layer's rows.
+        ring: [slots, window, dim + dim/32] uint8, this layer's rings: rows that later steps read go there too. The attention must then
+            read this batch's keys from `fresh`, since a row may replace one that a row before it still reads. None: `keep_window`, later.
+        codes, scales: [n, q_lora] and [n, q_lora/32] uint8, out: the query latent as FP8.
+        values: [n, q_lora] bf16, out: the numbers that `codes` and `scales` stand for.
+    Floor: at 1,280 and 512 channels 3,584 B read, 528 B written for the window (1,056 B with `ring`), 1,320 B for codes, 2,560 B for
+    values; 256 B of rotations a row. About 25 integer operations a channel, 45 KFLOP a row.
+    """
+    n, dim, lora = low_kv.shape[0], low_kv.shape[1], low_q.shape[1]
+    if not n:
+        return
+    k = _kernels()
+    rows = (4, 2, 4) if n >= _LARGE else (1, 1, 4)
+    k.window_store[(k.cdiv(n, rows[0]) + k.cdiv(n, rows[1]),)](
+        low_q, low_kv, low_q.stride(0), low_kv.stride(0), q_norm, kv_norm, turn, step.position, step.span, step.stop, step.slot,
+        fresh, fresh if ring is None else ring, 0 if ring is None else ring.stride(0),
+        fresh if codes is None else codes, fresh if scales is None else scales, low_q if values is None else values, n, eps,
+        Q=lora, QP=max(32, _power(lora)), KV=dim, KP=max(32, _power(dim)), PAIRS=turn.shape[-1], ROW=fresh.shape[1],
+        WINDOW=1 if ring is None else ring.shape[1], RING=ring is not None, CODES=codes is not None, VALUES=values is not None,
+        BK=rows[0], BQ=rows[1], BITS=_interpreted(), num_warps=rows[2], enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def keep_window(fresh: Tensor, ring: Tensor, step: Step) -> None:
+    """Copy the last `window` rows of every sequence into its ring: after the attention, which may read what they replace.
+
+    Args: fresh [n, row] uint8; ring [slots, window, row] uint8, this layer's rings (a slice of the pool).
+    Floor: 2 * 528 B a kept row.
+    """
+    n, row, window = fresh.shape[0], fresh.shape[1], ring.shape[1]
+    if not n:
+        return
+    word: torch.dtype = torch.uint8
+    if row % 4 == 0 and ring.stride(0) % 4 == 0 and ring.storage_offset() % 4 == 0 and fresh.storage_offset() % 4 == 0:
+        word = torch.int32
+    there, here = ring.view(word), fresh.view(word)
+    k, words = _kernels(), here.shape[1]
+    k.keep_window[(k.cdiv(n * words, 1024),)](
+        here, there, there.stride(0), step.position, step.span, step.stop, step.slot, n, WORDS=words, WINDOW=window, BLOCK=1024, num_warps=4
+    )
+
+
+def acting_rows(position: Tensor, start: Tensor, stop: Tensor, ratio: int, write_from: Tensor | None = None) -> Tensor:
+    """For the host: which rows `store_entries` has something to do for. position, start, stop, write_from [n]: of each row -> [k] int32.
+
+    Those that complete an entry, not below the write floor where it is given, and of each sequence the one that keeps its open token.
+    A batch inside a graph passes all its rows instead.
+    """
+    last = stop - 1
+    done = position % ratio == ratio - 1
+    if write_from is not None:
+        done &= position // ratio >= write_from // ratio
+    if ratio > 1:
+        done |= (position == torch.where(start % 2 == 1, start, last)) & (last % 2 == 0)
+    return done.nonzero().flatten().to(torch.int32)
+
+
+def store_entries(
+    source: Tensor,
+    norm: Tensor,
+    wk: Tensor,
+    k_norm: Tensor,
+    turn: Tensor,
+    eps: float,
+    step: Step,
+    rows: Tensor,
+    write_from: Tensor,
+    tables: Tensor,
+    pool: Tensor,
+    planes: SourcePlanes,
+    pending: Tensor | None = None,
+    pooled: Tensor | None = None,
+) -> None:
+    """The compressor of one source after its projections: pool, norm, main entry; index key by `wk`, norm; rotate both and store as FP4.
+
+    Args:
+        source: ratio 1: [n, dim] bf16. Ratio 2: [n, 2 * dim] fp32, k then gate.
+        norm: [dim]; wk: [index dim, dim] bf16; k_norm: [index dim].
+        turn: of `turn_table` with this ratio, indexed by row.
+        rows: [m] int32, rows in any order, -1 for none: `acting_rows` or more. Each at most once.
+        write_from: [spans] int32: entries of positions below it are not written.
+        tables: [spans, blocks] int32. pool: [blocks, block bytes] uint8.
+        pending: ratio 2: [slots, 1, 2, dim] fp32, this source's open tokens, read and written.
+        pooled: ratio 2: [m, dim] bf16, working memory.
+    Floor at 512 and 128 channels: ratio 1, 1,024 B read and 356 B written an entry, 131 KFLOP; ratio 2, 8,192 B read and 356 B written
+    an entry. `wk`, 128 KB, is read from L2 by every tile.
+    """
+    if planes.ratio not in (1, 2):
+        raise ValueError(f"ratio must be 1 or 2 for the compressor's kernel, got {planes.ratio}")
+    if planes.ratio == 2 and (pending is None or pooled is None):
+        raise ValueError("a source of ratio 2 needs pending and pooled")
+    m, dim, index = rows.numel(), norm.numel(), k_norm.numel()
+    if not m:
+        return
+    k = _kernels()
+    tile, warps = (64, 8) if planes.ratio == 1 and m >= _LARGE else (16, 8)
+    k.entry_store[(k.cdiv(m, tile),)](
+        source, source.stride(0), source if pooled is None else pooled, norm, wk, k_norm, turn, rows, m, step.position, step.span,
+        step.start, step.stop, step.offset, write_from, step.slot, tables, tables.stride(0), source if pending is None else pending,
+        0 if pending is None else pending.stride(0), pool, pool.stride(0), planes.main_codes, planes.main_scales, planes.index_codes,
+        planes.index_scales, eps,
+        R=planes.ratio, DIM=dim, CH=min(128, max(32, _power(dim))), INDEX=index, IP=max(32, _power(index)), PAIRS=turn.shape[-1],
+        PER_BLOCK=planes.per_block, BR=tile, DOT=k.tl.float32 if _interpreted() else k.tl.bfloat16, BITS=_interpreted(),
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+Case = tuple[str, Callable[[torch.device], Any], Callable[[Any], None], int, int]
+
+
+def bench_cases() -> list[Case]:
+    """(name, make inputs on a device, run them, floor in bytes, FLOPs) at the real dimensions."""
+    cases: list[Case] = []
+    for n in (1, 64, 8192):
+        window_bytes = n * (3584 + 528 + 1320 + 256) + (n * 528 if n <= 64 else 0)
+        cases.append((f"store_window n={n}", partial(_bench_inputs, n, 1), _bench_window, window_bytes, 0))
+        cases.append((f"keep_window n={n}", partial(_bench_inputs, n, 1), _bench_keep, 1056 * n, 0))
+        for ratio in (1, 2):
+            entries = n if n <= 64 else n // ratio
+            size = entries * ((1024 if ratio == 1 else 8192) + 356 + 256) + 131072
+            cases.append((f"store_entries ratio={ratio} n={n}", partial(_bench_inputs, n, ratio), _bench_entries, size, 131072 * entries))
+    return cases
+
+
+def _bench_inputs(n: int, ratio: int, device: torch.device) -> SimpleNamespace:
+    """Up to 64 rows: as many sequences, each at an odd position. More: 64 sequences of like length."""
+    spans = min(n, 64)
+    length = n // spans
+    g = torch.Generator().manual_seed(n)
+    start = torch.full((spans,), 4097 if length == 1 else 4096)
+    position = (start[:, None] + torch.arange(length)).flatten()
+    span = torch.arange(spans).repeat_interleave(length)
+    i32 = [x.to(device, torch.int32) for x in (span, start, start + length, torch.arange(spans) * length, torch.arange(spans) + 1)]
+    step = Step(position.to(device), *i32)
+    per_block, size = 128 // ratio, 113920
+    blocks = 33 + length // 128
+    wide = torch.randn((n, 1792), generator=g).to(device, torch.bfloat16)
+    bytes_ = per_block * 256, per_block * 288, per_block * 352
+    turn = torch.empty((n, 2, 32), device=device)
+    turn_table(step.position, torch.logspace(0, -4, 32, device=device), ratio, turn)
+    source = torch.randn((n, 512 if ratio == 1 else 1024), generator=g).to(device, torch.bfloat16 if ratio == 1 else torch.float32)
+    rows = acting_rows(position, start[span], start[span] + length, ratio).to(device)
+    return SimpleNamespace(
+        step=step, wide=wide, turn=turn, source=source, rows=rows, n=n,
+        q_norm=torch.ones(1280, device=device), kv_norm=torch.ones(512, device=device), k_norm=torch.ones(128, device=device),
+        wk=torch.randn((128, 512), generator=g).to(device, torch.bfloat16), write_from=torch.zeros(spans, dtype=torch.int32, device=device),
+        fresh=torch.empty((n, 528), dtype=torch.uint8, device=device),
+        ring=torch.zeros((spans + 1, 128, 528), dtype=torch.uint8, device=device),
+        codes=torch.empty((n, 1280), dtype=torch.uint8, device=device), scales=torch.empty((n, 40), dtype=torch.uint8, device=device),
+        tables=torch.randperm(spans * blocks, generator=g).view(spans, blocks).to(device, torch.int32),
+        pool=torch.zeros((spans * blocks, size), dtype=torch.uint8, device=device),
+        planes=SourcePlanes(ratio, per_block, 0, *bytes_), pending=torch.zeros((spans + 1, 1, 2, 512), device=device),
+        pooled=torch.empty((n, 512), dtype=torch.bfloat16, device=device),
+    )  # fmt: skip
+
+
+def _bench_window(b: SimpleNamespace) -> None:
+    ring = b.ring if b.n <= 64 else None
+    q, kv = b.wide[:, :1280], b.wide[:, 1280:]
+    store_window(q, kv, b.q_norm, b.kv_norm, b.turn, 1e-6, b.step, b.fresh, ring, b.codes, b.scales)
+
+
+def _bench_keep(b: SimpleNamespace) -> None:
+    keep_window(b.fresh, b.ring, b.step)
+
+
+def _bench_entries(b: SimpleNamespace) -> None:
+    gated = b.planes.ratio == 2
+    store_entries(
+        b.source, b.kv_norm, b.wk, b.k_norm, b.turn, 1e-6, b.step, b.rows, b.write_from, b.tables, b.pool,
+        b.planes, b.pending if gated else None, b.pooled if gated else None,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""The indexer's kernels, interpreted, against the torch operations."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.model.ops import formats
+from forebay.model.ops.gather import entry_places, gather_index
+from forebay.model.ops.index_score import index_scores
+from forebay.model.ops.kernels import index_ops
+from forebay.model.ops.kernels.index_ops import Keys, Tiles
+from forebay.model.ops.rope import inverse_frequencies, rotate, turn_at
+from forebay.model.ops.select import block_maxima
+
+INF = torch.inf
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.mark.parametrize(("heads", "dim", "width"), [(32, 128, 64), (3, 32, 8), (2, 64, 64)])
+def test_queries(heads: int, dim: int, width: int) -> None:
+    g = torch.Generator().manual_seed(heads)
+    q = torch.randn((5, heads, dim), generator=g)
+    q[1] = 0.0
+    q[2] *= torch.exp2(torch.randint(-40, 40, (heads, dim), generator=g).float())
+    q[3] = torch.randint(-24, 25, (heads, dim), generator=g) / 4  # on the borders between codes
+    q[4] *= 6 * 448
+    q[0, 0, 0] = torch.nan
+    q = q.to(torch.bfloat16)
+    turn = turn_at(torch.tensor([0, 1, 77, 0, 1_000_000]), inverse_frequencies(width, 160000.0))
+    expected = formats.index_round(rotate(q, turn))
+    found = index_ops.round_queries(q, turn, torch.empty_like(q)).float()
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+class Problem:
+    """Two spans with pages in random order inside blocks that hold other planes too."""
+
+    def __init__(self, heads: int, dim: int, entries: int, visible: list[int], span: list[int], *, exact: bool, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        pages, n = 2 * (300 // entries + 1) + 1, len(visible)
+        row = dim // 2 + dim // 32
+        stride = entries * row + 96
+        pool = torch.randint(0, 256, (pages, stride), dtype=torch.uint8, generator=g)
+        codes = pool.as_strided((pages, entries, dim // 2), (stride, dim // 2, 1), 32)
+        scales = pool.as_strided((pages, entries, dim // 32), (stride, dim // 32, 1), 32 + entries * dim // 2)
+        scales.copy_(torch.randint(*((127, 128) if exact else (120, 130)), scales.shape, dtype=torch.uint8, generator=g))
+        codes[0], scales[0] = 0, 0
+        self.pages = codes, scales
+        self.table = (torch.randperm(pages - 1, generator=g) + 1).view(2, -1)
+        self.keys = Keys(codes, scales, self.table.to(torch.int32))
+        q = torch.randint(-1, 2, (n, heads, dim), generator=g).float() if exact else torch.randn((n, heads, dim), generator=g)
+        self.q = formats.index_round(q)
+        weights = torch.randint(-2, 3, (n, heads), generator=g).float() if exact else torch.randn((n, heads), generator=g)
+        self.weights = weights.to(torch.bfloat16)
+        self.visible, self.span, self.entries = torch.tensor(visible, dtype=torch.int32), torch.tensor(span, dtype=torch.int32), entries
+
+    def expected(self, entries: Tensor) -> Tensor:
+        """Reference scores of entries [n, m], -1 is -inf."""
+        block, place = entry_places(self.table, self.span.long(), entries, self.entries)
+        scores = index_scores(self.q, self.weights, gather_index(*self.pages, block, place))
+        return scores.masked_fill(entries < 0, -INF)
+
+    def args(self) -> tuple[Tensor, Tensor, Keys]:
+        return self.q.to(torch.bfloat16), self.weights, self.keys
+
+
+def assert_scores(found: Tensor, expected: Tensor, exact: bool) -> None:
+    if exact:
+        assert torch.equal(found, expected)
+        return
+    hidden = expected == -INF
+    assert torch.equal(found == -INF, hidden)
+    a, b = found.float().masked_fill(hidden, 0), expected.float().masked_fill(hidden, 0)
+    assert ((a - b).abs() <= b.abs() * 2.0**-7 + 0.02).all()
+    assert (a == b).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("heads", "dim", "entries"), [(32, 128, 128), (3, 32, 12), (4, 64, 8)])
+def test_scan(heads: int, dim: int, entries: int, exact: bool) -> None:
+    """Two rows of one span share a scan, a row of the other has its own, a tile without rows does nothing; 0 and 1 visible entries."""
+    visible = [130, 131, 1, 257, 0]
+    p = Problem(heads, dim, entries, visible, [0, 0, 1, 1, 1], exact=exact)
+    tiles = Tiles(torch.tensor([0, 2, 3, 4, 0], dtype=torch.int32), torch.tensor([2, 1, 1, 1, 0], dtype=torch.int32))
+    m = 259
+    column = torch.arange(m).expand(5, m)
+    expected = p.expected(column.masked_fill(column >= p.visible.unsqueeze(1), -1))
+    out = torch.full((5, m), -INF, dtype=torch.bfloat16)
+    runs = torch.full((5, -(-m // 8)), -INF, dtype=torch.bfloat16)
+    index_ops.score_keys(*p.args(), tiles, p.span, p.visible, out, maxima=runs, size=8)
+    assert_scores(out, expected, exact)
+    best = block_maxima(out, 8)
+    for row, seen in enumerate(visible):
+        if seen:
+            best[row, (seen - 1) // 8] = INF
+    assert torch.equal(runs, best)
+    alone = torch.full_like(out, -INF)  # a row's scores are the same whoever shares its scan
+    one = torch.ones(1, dtype=torch.int32)
+    index_ops.score_keys(*p.args(), Tiles(one, one), p.span, p.visible, alone)
+    assert torch.equal(alone[1], out[1]) and (alone[0] == -INF).all()
+
+
+def test_candidates() -> None:
+    p = Problem(4, 64, 16, [40, 290], [1, 0], exact=True, seed=3)
+    blocks = torch.tensor([[0, 2, 4, 9, -1, -1], [1, 5, 30, 31, 35, 36]], dtype=torch.int32)
+    entry = (blocks.long().unsqueeze(-1) * 8 + torch.arange(8)).flatten(1)
+    entry = entry.masked_fill((entry < 0) | (entry >= p.visible.unsqueeze(1)), -1)
+    out = torch.zeros((2, 48), dtype=torch.bfloat16)
+    tiles = Tiles(torch.tensor([0, 1], dtype=torch.int32), torch.ones(2, dtype=torch.int32))
+    index_ops.score_candidates(*p.args(), tiles, p.span, p.visible, blocks, 8, out)
+    assert torch.equal(out, p.expected(entry))

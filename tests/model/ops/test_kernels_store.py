@@ -1,0 +1,278 @@
+"""Kernels that store KV, in Triton's interpreter, against the reference operations and the served memory."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.model.batch import ForwardBatch, HalfState, Span
+from forebay.model.compressor import Compressor
+from forebay.model.memory import CacheMemory, Window
+from forebay.model.ops import formats
+from forebay.model.ops.backend import SERVING
+from forebay.model.ops.kernels import store_ops
+from forebay.model.ops.kernels.store_ops import SourcePlanes, Step
+from forebay.model.ops.linear import PlainWeight, TileCache, bf16_linear, fp32_linear
+from forebay.model.ops.rms_norm import rms_norm
+from forebay.model.ops.rope import inverse_frequencies, rope_table, rotate, turn_at
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+EPS = 1e-6
+SPANS = [(0, 1), (5, 6), (6, 7), (3, 12), (4, 5), (7, 10), (16, 33), (9, 11)]  # of even and odd starts, ends and lengths
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 31 * len(shape) + shape[-1])) * scale
+
+
+def step_of(spans: list[tuple[int, int]]) -> Step:
+    position = torch.cat([torch.arange(a, b) for a, b in spans])
+    span = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor([b - a for a, b in spans])).int()
+    start, stop = (torch.tensor(x, dtype=torch.int32) for x in zip(*spans, strict=True))
+    length = stop - start
+    return Step(position, span, start, stop, (length.cumsum(0) - length).int(), torch.arange(len(spans), 0, -1).int())
+
+
+def table_of(position: Tensor, freqs: Tensor, ratio: int = 1) -> Tensor:
+    """What `turn_table` makes, with the reference's cosines and sines."""
+    return torch.stack(rope_table(position // ratio * ratio, freqs), 1)
+
+
+def nearly(here: Tensor, there: Tensor, most: float = 0.003) -> None:
+    """Equal but for the few codes that a sum in another order moves."""
+    assert here.shape == there.shape
+    assert (here != there).double().mean() <= most
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_turn_table(ratio: int) -> None:
+    position = torch.tensor([0, 1, 2, 77, 4097, 131071, 1048575])
+    freqs = inverse_frequencies(24, 160000.0, factor=16.0, original=65536)
+    out = torch.full((7, 2, 12), torch.nan)
+    store_ops.turn_table(position, freqs, ratio, out)
+    torch.testing.assert_close(out, table_of(position, freqs, ratio), atol=2e-7, rtol=0)
+
+
+def adversarial(n: int, dim: int) -> Tensor:
+    """Rows of whole numbers, whose squares sum exactly in any order, and of extremes."""
+    x = torch.randint(-8, 9, (n, dim), generator=torch.Generator().manual_seed(dim)).float()
+    x[0] = 0.0
+    x[1] = -0.0
+    x[2, ::2] = -0.0
+    x[3] = 0.0
+    x[3, 5] = 448.0
+    x[4] = 7.0
+    x[5] *= 2.0**40
+    x[6] *= 2.0**-60
+    x[7, :] = torch.where(torch.arange(dim) % 3 == 0, 2.0, 2.0**-9)
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize(("dim", "lora", "pairs"), [(32, 32, 4), (128, 128, 16), (96, 160, 8), (512, 1280, 32)])
+def test_store_window(dim: int, lora: int, pairs: int) -> None:
+    spans = SPANS if dim < 512 else [(5, 6), (1, 3), (0, 10)]
+    step, window = step_of(spans), 8
+    n, slots = step.position.numel(), len(spans) + 1
+    freqs = inverse_frequencies(2 * pairs, 10000.0)
+    q_norm, kv_norm = random(lora, seed=1).bfloat16(), random(dim, seed=2)
+    for exact in (True, False):
+        x = torch.cat((adversarial(n, lora), adversarial(n, dim)), 1) if exact else random(n, lora + dim).bfloat16()
+        low_q, low_kv = x[:, :lora], x[:, lora:]
+        kv = rotate(rms_norm(low_kv, kv_norm, EPS), turn_at(step.position, freqs))
+        latent = rms_norm(low_q, q_norm, EPS)
+        pool = torch.full((slots, 3, window, dim + dim // 32), 7, dtype=torch.uint8)
+        fresh = torch.full((n, dim + dim // 32), 9, dtype=torch.uint8)
+        codes, scales = torch.empty((n, lora), dtype=torch.uint8), torch.empty((n, lora // 32), dtype=torch.uint8)
+        values = torch.empty((n, lora), dtype=torch.bfloat16)
+        turn = table_of(step.position, freqs)
+        store_ops.store_window(low_q, low_kv, q_norm, kv_norm, turn, EPS, step, fresh, pool[:, 1], codes, scales, values)
+        same = torch.testing.assert_close if exact else nearly
+        kwargs: dict[str, Any] = {"atol": 0, "rtol": 0} if exact else {}
+        same(fresh, torch.cat(formats.fp8_encode(kv), 1), **kwargs)
+        same(torch.cat((codes, scales), 1), torch.cat(formats.fp8_encode(latent), 1), **kwargs)
+        wanted = formats.fp8_round(latent)
+        same(values.float(), wanted, **kwargs)
+        if exact:
+            assert torch.equal(values.signbit(), wanted.signbit())
+        expected = torch.full_like(pool, 7)
+        for i, (p, s) in enumerate(zip(step.position.tolist(), step.span.tolist(), strict=True)):
+            if p >= spans[s][1] - window:
+                expected[step.slot[s], 1, p % window] = fresh[i]
+        assert torch.equal(pool, expected)
+        later = torch.full_like(pool, 7)
+        store_ops.keep_window(fresh, later[:, 1], step)
+        assert torch.equal(later, expected)
+        alone = torch.empty_like(fresh)
+        store_ops.store_window(low_q, low_kv, q_norm, kv_norm, turn, EPS, step, alone)
+        assert torch.equal(alone, fresh)
+
+
+def test_window_as_memory_keeps_it() -> None:
+    """`keep_window` leaves the rings as `CacheMemory.keep_window` does."""
+    case = Case(1, 32, 32, 4, SPANS)
+    codes, scales = (x.to(torch.uint8) for x in (random(case.n, 32, scale=90).abs(), random(case.n, 1, scale=90).abs()))
+    case.memory.keep_window(0, Window(torch.empty(0), (codes, scales)), case.state)
+    ring = torch.zeros_like(case.ring)
+    store_ops.keep_window(torch.cat((codes, scales), 1), ring[:, 0], case.step)
+    assert torch.equal(ring, case.ring)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN is the point
+def test_padding_and_broken_rows() -> None:
+    step = step_of([(0, 1), (1, 2), (2, 3)])
+    step.span[1] = -1
+    x = random(3, 64).bfloat16()
+    x[2, 40] = torch.nan
+    x[2, 3] = torch.inf
+    turn = table_of(step.position, inverse_frequencies(8, 1e4))
+    fresh, ring = torch.zeros((3, 33), dtype=torch.uint8), torch.zeros((4, 8, 33), dtype=torch.uint8)
+    codes, scales = torch.zeros((3, 32), dtype=torch.uint8), torch.zeros((3, 1), dtype=torch.uint8)
+    values = torch.zeros((3, 32), dtype=torch.bfloat16)
+    one = torch.ones(32)
+    store_ops.store_window(x[:, :32], x[:, 32:], one, one, turn, EPS, step, fresh, ring, codes, scales, values)
+    assert torch.equal(ring[3, 0], fresh[0]) and torch.equal(ring[1, 2], fresh[2]) and int(ring[2].sum()) == 0 and int(ring[0].sum()) == 0
+    assert fresh[2, 32] == 255 and scales[2] == 255 and values[2].isnan().all()
+    assert fresh[:2, 32].max() < 255
+
+
+class Case:
+    """A compressor and a memory of the reference, and the same memory once more for the kernel."""
+
+    def __init__(self, ratio: int, dim: int, index: int, pairs: int, spans: list[tuple[int, int]], floors: list[int] | None = None) -> None:
+        self.ratio, self.step, self.pairs, self.tokens = ratio, step_of(spans), pairs, 8
+        self.n, self.freqs = self.step.position.numel(), inverse_frequencies(2 * pairs, 10000.0)
+        self.floors = floors or [0] * len(spans)
+        per_block = self.tokens // ratio
+        rows = dim // 2, dim // 16, index // 2, index // 32
+        offsets = [16 + per_block * sum(rows[:i]) for i in range(4)]  # another source's bytes come before
+        blocks = 5 * len(spans) + 1
+        self.pool = torch.full((blocks, offsets[3] + per_block * rows[3] + 8), 3, dtype=torch.uint8)
+        self.planes = SourcePlanes(ratio, per_block, *offsets)
+        self.tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(4))[: 5 * len(spans)].view(-1, 5).int()
+        self.pending = random(len(spans) + 1, 2, 1, 2, dim, seed=8)
+        self.ring = torch.zeros((len(spans) + 1, 1, 8, dim + dim // 32), dtype=torch.uint8)
+        names = "main_codes", "main_scales", "index_codes", "index_scales"
+        views = [self.pool[:, o : o + per_block * r].unflatten(1, (per_block, r)) for o, r in zip(offsets, rows, strict=True)]
+        sources = cast(Any, {3: SimpleNamespace(**dict(zip(names, views, strict=True)))})
+        self.memory = CacheMemory(self.tokens, sources, self.ring[..., :dim], self.ring[..., dim:], self.pending, {3: 1})
+        parts = [
+            Span(a, b, f, 0, 0, 0, None, int(slot), table.tolist())
+            for (a, b), f, slot, table in zip(spans, self.floors, self.step.slot, self.tables, strict=True)
+        ]
+        batch = ForwardBatch(torch.zeros(self.n, dtype=torch.int64), torch.zeros((self.n, 1)).long(), parts, self.memory, 8)
+        self.state = HalfState(batch.encoder, parts, batch.tables, self.memory, None)
+        made = Compressor.__new__(Compressor)
+        cache = TileCache(1 << 24)
+        made.plan = cast(Any, SimpleNamespace(index=3, ratio=ratio))
+        made.layer, made.ratio, made.eps, made.freqs, made.ops = 3, ratio, EPS, self.freqs, SERVING
+        made.wkv = PlainWeight(random(dim, 16, seed=1), cache)
+        made.wgate = PlainWeight(random(dim, 16, seed=2, scale=0.5), cache) if ratio > 1 else None
+        made.norm = random(dim, seed=3).bfloat16()
+        made.wk, made.k_norm = PlainWeight(random(index, dim, seed=5).bfloat16(), cache), random(index, seed=6)
+        self.compressor = made
+
+    def check(self, x: Tensor, rows: Tensor | None = None, most: float = 0.003) -> None:
+        c, dim, pool, pending = self.compressor, self.compressor.norm.numel(), self.pool.clone(), self.pending.clone()
+        if c.wgate is None:
+            source = bf16_linear(x, c.wkv)
+        else:
+            source = torch.cat((fp32_linear(x, c.wkv), fp32_linear(x, c.wgate)), 1)
+        turn = table_of(self.step.position, self.freqs, self.ratio)
+        if rows is None:
+            s, floors = self.step.span.long(), torch.tensor(self.floors)
+            rows = store_ops.acting_rows(self.step.position, self.step.start[s], self.step.stop[s], self.ratio, floors[s])
+        write_from = torch.tensor(self.floors, dtype=torch.int32)
+        pooled = torch.empty((rows.numel(), dim), dtype=torch.bfloat16)
+        store_ops.store_entries(
+            source, c.norm, cast(PlainWeight, c.wk).weight, c.k_norm, turn, EPS, self.step, rows, write_from, self.tables, pool,
+            self.planes, pending[:, 1] if self.ratio > 1 else None, pooled if self.ratio > 1 else None,
+        )  # fmt: skip
+        before = self.pool.clone()
+        c.write(x, self.state)
+        assert torch.equal(pending, self.pending)
+        written = self.pool != before
+        assert written.any()
+        nearly(pool[written], self.pool[written], most)
+        assert torch.equal(pool[:, :16], before[:, :16])
+        changed = (pool != before) & ~written
+        assert changed.sum() <= most * written.sum()  # a code that happens to be what lay there
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize(("dim", "index", "pairs"), [(32, 32, 4), (128, 64, 16), (96, 96, 8)])
+def test_store_entries(ratio: int, dim: int, index: int, pairs: int) -> None:
+    case = Case(ratio, dim, index, pairs, SPANS)
+    case.check(random(case.n, 16).bfloat16())
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_store_entries_real_dimensions(ratio: int) -> None:
+    case = Case(ratio, 512, 128, 32, [(0, 1), (5, 6), (3, 7)])
+    case.check(random(case.n, 16).bfloat16())
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_floors_padding_and_order(ratio: int) -> None:
+    """Replayed rows write nothing; the rows may be listed in any order, with gaps, and more than have anything to do."""
+    case = Case(ratio, 32, 32, 4, SPANS, floors=[0, 6, 0, 8, 0, 8, 24, 0])
+    order = torch.randperm(case.n, generator=torch.Generator().manual_seed(1)).int()
+    none = torch.full((3,), -1, dtype=torch.int32)
+    case.check(random(case.n, 16).bfloat16(), torch.cat((none, order[:7], none, order[7:])))
+
+
+def test_entries_of_whole_numbers() -> None:
+    """Sums exact in any order: every byte is equal, of zeros of either sign and of amplitudes past the scales' range too."""
+    dim = 64
+    case = Case(1, dim, 32, 8, [(0, 16)])
+    case.compressor.wkv = PlainWeight(torch.eye(dim), TileCache(1 << 20))
+    case.compressor.norm = torch.where(torch.arange(dim) < 32, 1.0, 6000.0)
+    case.compressor.norm[16:32] = 2.0**-12
+    case.compressor.wk = PlainWeight(torch.eye(dim)[:32].bfloat16(), TileCache(1 << 20))
+    case.check(adversarial(16, dim), most=0.0)
+
+
+def test_main_fp4_ties() -> None:
+    """The edges between codes, exactly, for scales of all eight mantissas; the norm gives back its input."""
+    dim, edges = 128, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    case = Case(1, dim, 32, 8, [(0, 1)])
+    case.compressor.wkv = PlainWeight(torch.eye(dim), TileCache(1 << 20))
+    row = torch.cat([torch.cat((torch.tensor([6.0, 0.0]), edges, -edges)) * mantissa / 8 for mantissa in range(8, 16)])
+    case.compressor.norm = (row.square().mean() + EPS).sqrt().expand(dim).contiguous()
+    x = row.bfloat16()[None]
+    assert torch.equal(rms_norm(x, case.compressor.norm, EPS), x)
+    case.check(x, most=0.0)
+
+
+def test_codes_of_many_numbers() -> None:
+    """Rows whose groups have amplitudes from below the least scale to beyond the largest."""
+    dim = 32
+    case = Case(1, dim, 32, 4, [(0, 40)])
+    case.compressor.wkv = PlainWeight(torch.eye(dim), TileCache(1 << 20))
+    case.compressor.norm = torch.where(torch.arange(dim) < 16, 2.0**-9, 3000.0)
+    case.check(random(40, dim).bfloat16(), most=0.001)
+
+
+def test_wrong_use_is_refused() -> None:
+    case = Case(1, 32, 32, 4, [(0, 2)])
+    c, rows = case.compressor, torch.zeros(1, dtype=torch.int32)
+    for planes, text in ((SourcePlanes(4, 2, 0, 0, 0, 0), "ratio must be 1 or 2"), (SourcePlanes(2, 4, 0, 0, 0, 0), "needs pending")):
+        with pytest.raises(ValueError, match=text):
+            store_ops.store_entries(rows, c.norm, rows, c.k_norm, rows, EPS, case.step, rows, rows, rows, rows, planes)
+
+
+def test_bench_cases_run_small() -> None:
+    device = torch.device("cpu")
+    for name, make, run, floor, flops in store_ops.bench_cases():
+        assert floor > 0 and flops >= 0
+        if name.endswith("n=1"):
+            run(make(device))
