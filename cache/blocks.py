@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forebay.cache.layout import KVLayout, SourceLayout
+from forebay.cache.side_copies import SideCopies
 from forebay.model.errors import ConfigError, ForebayError
 
 NULL_BLOCK = 0  # never allocated: padded block tables point here, and its bytes stay zero unless someone writes through a table
@@ -41,6 +42,7 @@ class BlockPool:
     Attributes:
         data: [num_blocks, block_bytes] u8, contiguous. A row is a block, byte for byte as every tier stores it.
         views: by source layer.
+        copies: how blocks come in from the host, and copies of them go there.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -49,6 +51,7 @@ class BlockPool:
         self.layout = layout
         self.data = torch.zeros((num_blocks, layout.block_bytes), dtype=torch.uint8, device=device)
         self.views = {source.layer: _views(self.data, source) for source in layout.sources}
+        self.copies = SideCopies(self.data.device)
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))  # popped from the end: low ids first, last freed first
 

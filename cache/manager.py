@@ -237,6 +237,7 @@ class CacheManager:
         if not self.windows.free or fresh > self.available_blocks() - idle:
             return False
         self.index.acquire(hit)
+        self.pool.copies.fence()  # some of the hit may have been loaded for somebody else just now
         seq.table = list(hit) + self._take(fresh)
         seq.slot = self.windows.allocate()
         if self.poison:
@@ -247,9 +248,20 @@ class CacheManager:
     def load(self, seq: SequenceCache, blocks: Iterable[tuple[int, Tensor, int]]) -> None:
         """Fill the next blocks of `seq.loading`: (number in the table, bytes [block_bytes] uint8 on the host, lineage), in order.
 
-        They are cached like computed ones. A block that somebody else has cached meanwhile is shared instead.
+        They are cached like computed ones. A block that somebody else has cached meanwhile is shared instead. Bytes may still be on their
+        way to the device on return (`pool.copies.after`); whoever can read them waits there, not here.
         """
         self._need_open(seq)
+        copies: list[tuple[Tensor, Tensor]] = []
+        try:
+            self._load(seq, blocks, copies)
+        finally:
+            self.pool.copies.upload(copies)
+        if not seq.loading:
+            self.pool.copies.fence()
+
+    def _load(self, seq: SequenceCache, blocks: Iterable[tuple[int, Tensor, int]], copies: list[tuple[Tensor, Tensor]]) -> None:
+        """`load` but for the copies: (row of the pool, bytes)."""
         keys = seq.chain.keys
         for number, data, lineage in blocks:
             if number != seq.loading.start:
@@ -262,7 +274,7 @@ class CacheManager:
                 self.pool.release((seq.table[number],))
                 seq.table[number] = known
             else:
-                self.pool.data[seq.table[number]].copy_(data)
+                copies.append((self.pool.data[seq.table[number]], data))
                 parent = keys[number - 1] if number else None
                 if parent is None or parent in self.index:  # else the cache was cleared meanwhile, and the block stays private
                     self.index.insert(keys[number], parent, seq.table[number], lineage)
@@ -317,6 +329,8 @@ class CacheManager:
         """
         if not seq.is_open:
             return
+        if seq.loading:
+            self.pool.copies.fence()  # whoever gets its blocks next must not be overtaken by copies into them
         self.index.release(seq.table)
         if keep:
             # Its private copies of blocks cached by others are gone; the cached ones were as recently wanted.

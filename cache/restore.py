@@ -80,11 +80,11 @@ class Restore:
         """Whether to look again, since the device has only the first `held` of the blocks before `start` by now. Not for ever."""
         return held < self.start and self.tries < TRIES
 
-    def take(self) -> list[tuple[int, np.ndarray]]:
-        """Blocks that have come in since the last call: (number, [block_bytes] uint8 array). `free` them once copied."""
+    def take(self, most: int | None = None) -> list[tuple[int, np.ndarray]]:
+        """Blocks that have come in since the last call, at most `most`: (number, [block_bytes] uint8 array). `free` them once copied."""
         if self._fetch is None:
             return []
-        came = [(self.start + position, data) for position, data in self._fetch.take()]
+        came = [(self.start + position, data) for position, data in self._fetch.take(most)]
         if came:
             self._moved = time.monotonic()
         return came

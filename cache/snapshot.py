@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import google_crc32c
@@ -96,6 +97,7 @@ class Snapshot:
         encoder: [encoder_layers, window, row_bytes] u8.
         decoder: [decoder_layers, window, row_bytes] u8, or None.
         written_at: seconds since the epoch at which it was stored or last refreshed; set by the pool, part of the stored value.
+        ready: what to call before the rows are read, while they may be on their way from a device; None: they are there.
     """
 
     boundary: int
@@ -105,6 +107,12 @@ class Snapshot:
     encoder: np.ndarray
     decoder: np.ndarray | None
     written_at: float = 0.0
+    ready: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+
+    def wait(self) -> None:
+        """Return when the rows are there."""
+        if self.ready is not None:
+            self.ready()
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +153,7 @@ def pack(snapshot: Snapshot, key: bytes, identity: bytes, shape: SnapshotShape, 
     halves = [(ENCODER, snapshot.encoder)]
     if snapshot.decoder is not None:
         halves.append((DECODER, snapshot.decoder))
+    snapshot.wait()
     value = np.empty(snapshot.nbytes, np.uint8)
     at = HEADER_BYTES
     for _, rows in halves:

@@ -68,13 +68,13 @@ class Fetch:
         load = self._loads.get(self._taken)
         return self._readers.moved_at if load is None or load.began is None else load.began
 
-    def take(self) -> list[tuple[int, np.ndarray]]:
-        """Blocks loaded since the last call, in order and without gaps.
+    def take(self, most: int | None = None) -> list[tuple[int, np.ndarray]]:
+        """Blocks loaded since the last call, in order and without gaps; the first `most` of them.
 
         Returns:
             Positions in `keys`, each with a [block_bytes] uint8 view of its staging row, valid until `free`.
         """
-        return self._readers.take(self)
+        return self._readers.take(self, most)
 
     def free(self, positions: Iterable[int]) -> None:
         """Give back the rows of positions that were taken and copied (copies to a device finished). Known ones only; again is harmless."""

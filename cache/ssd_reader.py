@@ -146,10 +146,10 @@ class SsdReaders:
         with self._work:
             return len(self._free_rows)
 
-    def take(self, fetch: Fetch) -> list[tuple[int, np.ndarray]]:
+    def take(self, fetch: Fetch, most: int | None = None) -> list[tuple[int, np.ndarray]]:
         taken: list[tuple[int, np.ndarray]] = []
         with self._work:
-            while not fetch.finished:
+            while not fetch.finished and (most is None or len(taken) < most):
                 load = fetch._loads.get(fetch._taken)
                 if load is None or load.state is not State.LOADED:
                     break

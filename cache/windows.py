@@ -87,9 +87,9 @@ class WindowPool:
 
         encoder: [encoder layers, window, row_bytes] u8. decoder: [decoder layers, window, row_bytes] u8.
         """
-        self.data[slot, : encoder.shape[0]].copy_(encoder)
+        _fill(self.data[slot, : encoder.shape[0]], encoder)
         if decoder is not None:
-            self.data[slot, encoder.shape[0] :].copy_(decoder)
+            _fill(self.data[slot, encoder.shape[0] :], decoder)
 
     def poison(self, slot: int) -> None:
         """Fill a slot with bytes that decode to infinities, so a read of a row never written shows in the logits. For tests."""
@@ -104,3 +104,10 @@ class WindowPool:
         for slot in range(1, len(self._owned)):
             if (slot in free) == bool(self._owned[slot]):
                 raise CacheBookkeepingError(f"window slot {slot} is owned: {bool(self._owned[slot])}, and free: {slot in free}")
+
+
+def _fill(target: Tensor, rows: Tensor) -> None:
+    """Copy rows in, on the steps' own stream. A device takes them from pinned memory, so that the host need not wait for its steps."""
+    if target.is_cuda and not rows.is_cuda:
+        rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)  # kept by torch until it has been read
+    target.copy_(rows, non_blocking=True)

@@ -31,6 +31,7 @@ from forebay.engine.sequence import Sequence
 
 REMEMBERED = 65_536  # blocks used lately, so that one the store turns out to lack can be stored again
 REPAIRED_AT_ONCE = 64  # blocks copied for that in one step
+SINGLE_COPIES, LARGE_COPIES = 32, 4  # of a block or a window, and of many blocks, for which pinned memory is had from the start
 
 
 log = logging.getLogger("forebay.engine")
@@ -69,6 +70,17 @@ class Reservoir:
         self.restorer = Restorer(manager.geometry, store, pool, lambda: self.wake())
         self.live: dict[bytes, Snapshot] = {}
         self._used: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
+        self._reserve()
+
+    @_harmless
+    def _reserve(self) -> None:
+        """Pinned memory for what a busy engine has on its way to the host at once; asking the system for it takes milliseconds."""
+        layout, sizes = self.manager.layout, list[int]()
+        if self.store is not None:
+            sizes += [layout.block_bytes] * SINGLE_COPIES + [layout.block_bytes * REPAIRED_AT_ONCE] * LARGE_COPIES
+        if self.pool is not None:
+            sizes += [layout.window_bytes] * SINGLE_COPIES
+        self.manager.pool.copies.reserve(sizes)
 
     @_harmless
     def store_blocks(self, sequence: Sequence, committed: SequenceOf[Committed]) -> None:
@@ -105,6 +117,8 @@ class Reservoir:
             if block is not None and known is not None:
                 depth, tenant = known
                 by_tenant.setdefault(tenant, []).append(Committed(block, key, depth, self.manager.index.lineage(block)))
+        if by_tenant:
+            self.manager.pool.copies.fence()  # a block that has just been loaded may still be on its way in
         for tenant, found in by_tenant.items():
             data, ready = _host_copy(self.manager.pool, [c.block for c in found])
             self.store.put([StoredBlock(c.key, c.depth, c.lineage) for c in found], data.numpy(), tenant, ready)
@@ -162,6 +176,7 @@ class Reservoir:
     def close(self) -> None:
         """Write what is queued, for a few seconds at most, and stop."""
         self.restorer.close()
+        self.manager.pool.copies.wait()
         if self.pool is not None:
             self.pool.close()
         if self._embedded is not None:
@@ -185,8 +200,10 @@ class Reservoir:
 
     def _snapshot(self, sequence: Sequence, boundary: int, data: Tensor) -> Snapshot:
         """data [layers, window, row_bytes] u8: a sequence's window as it was at `boundary`."""
-        plan, layout, rows = sequence.cache.plan, self.manager.layout, data.cpu().numpy()
+        plan, layout = sequence.cache.plan, self.manager.layout
         assert plan is not None
+        host, ready = self.manager.pool.copies.download(data)
+        rows = host.numpy()
         low = max(0, boundary - layout.window)
         whole = plan.decoder_window_from <= low
         # Every row of an exact prefill is exact, wherever its replay began.
@@ -198,6 +215,7 @@ class Reservoir:
             lineage=plan.lineage,
             encoder=rows[: layout.encoder_layers],
             decoder=rows[layout.encoder_layers :] if whole else None,
+            ready=ready,
         )
 
     def _key(self, sequence: Sequence, boundary: int) -> bytes:
@@ -212,11 +230,9 @@ class Reservoir:
 
 def _host_copy(pool: BlockPool, blocks: SequenceOf[int]) -> tuple[Tensor, Callable[[], None] | None]:
     """Copies of blocks as they are now, [n, block_bytes] u8 on the host, and what to wait for before they are read (CUDA)."""
-    data = pool.data[torch.tensor(blocks, device=pool.data.device)]
-    if not data.is_cuda:
-        return data, None
-    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
-    host.copy_(data, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event.synchronize
+    places = torch.tensor(blocks)
+    if not pool.data.is_cuda:
+        return pool.data[places], None
+    # Taken together on the steps' stream, before a later step can change them; ids that are not pinned would make the host wait for it.
+    ids = torch.empty(places.shape, dtype=places.dtype, pin_memory=True).copy_(places)
+    return pool.copies.download(pool.data.index_select(0, ids.to(pool.data.device, non_blocking=True)))

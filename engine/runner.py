@@ -31,6 +31,8 @@ class Runner:
             window_scales=windows.scales,
             pending=windows.pending,
             pending_index=windows.pending_index,
+            blocks=blocks.data,
+            windows=windows.data,
         )
 
     def run(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> tuple[Tensor, list[Tensor | None]]:
@@ -72,28 +74,29 @@ class Runner:
             line = [-1] * (depth - (row.start - first)) + row.sequence.tokens[first : row.stop]
             ids.append(np.lib.stride_tricks.sliding_window_view(np.asarray(line, dtype=np.int64), depth + 1)[:, ::-1])
         window = torch.from_numpy(np.concatenate(ids))
-        spans = [
-            Span(
-                start=row.start,
-                stop=row.stop,
-                write_from=row.write_from,
-                window_from=row.window_from,
-                decoder_from=row.decoder_from,
-                decoder_window_from=row.decoder_window_from,
-                tie_tokens=row.sequence.tie_tokens,
-                slot=row.sequence.cache.slot,
-                blocks=row.sequence.cache.table,
-                captures=self._captures(row),
-            )
-            for row in rows
-        ]
-        return ForwardBatch(
+        spans = [self.span(row) for row in rows]
+        return self.backbone.Batch(
             token_ids=window[:, 0].contiguous().to(self.device),
             lookback=window[:, 1:].contiguous().to(self.device),
             spans=spans,
             memory=self.memory,
             window=self.layout.window,
             record=record,
+        )
+
+    def span(self, row: Row) -> Span:
+        """What the network is told of a row's sequence."""
+        return Span(
+            start=row.start,
+            stop=row.stop,
+            write_from=row.write_from,
+            window_from=row.window_from,
+            decoder_from=row.decoder_from,
+            decoder_window_from=row.decoder_window_from,
+            tie_tokens=row.sequence.tie_tokens,
+            slot=row.sequence.cache.slot,
+            blocks=row.sequence.cache.table,
+            captures=self._captures(row),
         )
 
     def _captures(self, row: Row) -> list[WindowCapture]:

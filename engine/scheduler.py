@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,8 @@ from forebay.engine.batcher import Batcher, Row
 from forebay.engine.options import EngineOptions
 from forebay.engine.sequence import Sequence
 from forebay.engine.types import TierCounts
+
+RESTORED_AT_ONCE = 64  # blocks from the SSD store that one step starts copying while sequences decode, so that none waits long for it
 
 
 class Scheduler:
@@ -91,9 +94,11 @@ class Scheduler:
         """
         self.started, self.preempted, self.too_long, self.expired = [], [], [], []
         self._expire()
-        self._receive()
+        self.manager.pool.copies.collect()
+        restoring = [s for s in self.running if s.restoring]
+        self._receive(restoring)
         self._admit()
-        self._receive()
+        self._receive([s for s in self.running if s.restoring and s not in restoring])
         decoding = self._grow([s for s in self.running if s.decoding])
         prefilling = sorted((s for s in self.running if not s.decoding and not s.restoring), key=self.rank)
         return self.batcher.compose(decoding, prefilling)
@@ -198,21 +203,26 @@ class Scheduler:
         sequence.times.scheduled = now
         self.started.append(sequence)
 
-    def _receive(self) -> None:
-        """Copy blocks that came in from the SSD store to the sequences that wait for them."""
-        for sequence in [s for s in self.running if s.restoring]:
+    def _receive(self, restoring: list[Sequence]) -> None:
+        """Start copying blocks that came in from the SSD store to the sequences that wait for them."""
+        copies = self.manager.pool.copies
+        hurried = any(s.decoding for s in self.running)
+        for sequence in restoring:
             restore = sequence.restore
             assert restore is not None
-            came = restore.take()
+            came = restore.take(max(1, RESTORED_AT_ONCE // len(restoring)) if hurried else None)
             wanted = [(number, torch.from_numpy(data), restore.lineages[number - restore.start]) for number, data in came]
             loading = sequence.cache.loading
             self.manager.load(sequence.cache, [block for block in wanted if block[0] in loading])
-            restore.free([number for number, _ in came])
+            if came:
+                copies.after(partial(restore.free, [number for number, _ in came]))
             failed = restore.failed_at()
             if not sequence.restoring:
                 self._start(sequence)
             elif restore.stalled or (failed is not None and failed <= sequence.cache.loading.start):
                 self._settle(sequence)
+        if not hurried:
+            copies.wait()  # nobody is kept from a step, and readers may wait for the memory
 
     def _settle(self, sequence: Sequence) -> None:
         """Go back to the queue, to be admitted with what has come: the rest will not."""
@@ -280,6 +290,7 @@ class Scheduler:
         else:
             assert sequence.restore is not None
             window = sequence.restore.windows[boundary]
+        window.wait()
         decoder = _tensor(window.decoder) if with_decoder and window.decoder is not None else None
         self.manager.windows.load(sequence.cache.slot, _tensor(window.encoder), decoder)
         return window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -89,6 +89,8 @@ class CacheMemory:
         window_scales: [slots, layers, window, head_dim/32] uint8 (E8M0).
         pending: [slots, gated sources, ratio - 1, 2, head_dim] fp32: compressor k and gate of the open group's tokens.
         pending_index: layer -> its place in `pending`.
+        blocks: [blocks, block bytes] uint8, what the planes of `sources` are views of; windows: [slots, layers, window, row bytes] uint8,
+            what the window's codes and scales are views of. Kernels that find their own way in a block or a row take these.
     """
 
     block_tokens: int
@@ -97,6 +99,8 @@ class CacheMemory:
     window_scales: Tensor
     pending: Tensor
     pending_index: Mapping[int, int]
+    blocks: Tensor | None = field(default=None, kw_only=True)
+    windows: Tensor | None = field(default=None, kw_only=True)
 
     def window(self, layer: int, kv: Tensor, state: HalfState) -> Window:
         """`keys` [spans * window + n + 1, dim] fp32: the rings, the fresh rows, and a row of zeros."""

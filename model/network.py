@@ -106,6 +106,8 @@ class Backbone:
     stores its entries for every row inside `encode`, since later rows attend to all of them.
     """
 
+    Batch = ForwardBatch
+
     def __init__(
         self,
         source: Weights,

@@ -209,7 +209,24 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--samples", type=int, metavar="N", help=samples)
     quality.add_argument("--seed", type=int, default=1, metavar="N", help="of the exercises (default: %(default)s)")
 
-    for kind in (serve, prefill, decode, invariance, cache, resume, frontend, quality):
+    restore = kinds.add_parser(
+        "restore", help="streams beside a restore", description="Decode many streams while a long prefix comes back from the SSD store."
+    )
+    restore.add_argument("--tokens", type=int, default=16_384, metavar="N", help="length of the prefix (default: %(default)s)")
+    restore.add_argument("--streams", type=int, default=16, metavar="N", help="sequences that decode meanwhile (default: %(default)s)")
+    restore.add_argument("--context", type=int, default=256, metavar="N", help="prompt length of each of these (default: %(default)s)")
+    restore.add_argument("--steps", type=int, default=64, metavar="N", help="steps timed before each restore (default: %(default)s)")
+    restore.add_argument("--repeats", type=int, default=8, metavar="N", help="restores (default: %(default)s)")
+
+    kernels = kinds.add_parser(
+        "kernels", help="GPU kernels beside their floors", description="Time every kernel at the sizes of the released model, on a GPU."
+    )
+    kernels.add_argument("--only", nargs="+", metavar="NAME", help="kernels with one of these in their name (default: all)")
+    kernels.add_argument("--tune", action="store_true", help="time the candidates of the attention's tiles instead")
+    kernels.add_argument("--budget", type=float, metavar="SECONDS", help="begin no kernel after so long, and say which are left")
+    kernels.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
+
+    for kind in (serve, prefill, decode, invariance, cache, resume, frontend, quality, restore, kernels):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
         _add_settings(kind, listens=False)
 

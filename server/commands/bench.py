@@ -11,7 +11,7 @@ from forebay.server.terminal import consoles
 
 def run(args: argparse.Namespace) -> int:
     """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
-    counts = ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples")
+    counts = ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples", "context")
     for name in (*counts, "rate", "seconds", "open", "prompt_kb"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {value}")
@@ -32,6 +32,14 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_frontend
 
         figures, fine = bench_frontend.measure(args, out, err)
+    elif args.bench == "restore":
+        from forebay.server.commands import bench_restore
+
+        figures, fine = bench_restore.measure(args, out, err)
+    elif args.bench == "kernels":
+        from forebay.server.commands import bench_kernels
+
+        figures, fine = bench_kernels.measure(args, out, err)
     elif args.bench == "quality":
         from forebay.server.commands import bench_quality
 

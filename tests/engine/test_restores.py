@@ -89,8 +89,9 @@ class Read:
     def break_here(self) -> None:
         self.failed_at = self.next
 
-    def take(self) -> list[tuple[int, np.ndarray]]:
-        came, self.ready = self.ready, []
+    def take(self, most: int | None = None) -> list[tuple[int, np.ndarray]]:
+        came = self.ready[:most]
+        self.ready = self.ready[len(came) :]
         self.out |= set(came)
         return [(i, self.data[i].copy()) for i in came]
 

@@ -415,8 +415,9 @@ class Read:
         self.still_since = 0.0
         self.promoted = self.cancelled = False
 
-    def take(self) -> list[tuple[int, np.ndarray]]:
-        came, self.come = self.come, []
+    def take(self, most: int | None = None) -> list[tuple[int, np.ndarray]]:
+        came = self.come[:most]
+        self.come = self.come[len(came) :]
         return [(i, np.full(BLOCK_BYTES, self.keys[i][0], np.uint8)) for i in came]
 
     def free(self, positions: list[int]) -> None:
@@ -487,6 +488,24 @@ def test_blocks_come_in_before_anything_is_computed() -> None:
     bench.step()
     assert again.tiers is not None
     assert (again.tiers.hbm, again.tiers.ssd, again.tiers.restore_s) == (56, 0, 0.0)
+
+
+def test_a_step_with_decoding_sequences_takes_a_part_of_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.engine.scheduler.RESTORED_AT_ONCE", 2)
+    bench = TierBench(LONG, stored=5)
+    other = bench.add("other", 3)
+    while not other.decoding:
+        bench.step()
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    bench.step()
+    read.come = [0, 1, 2, 3, 4]
+    for given in (2, 4):
+        assert [row.sequence for row in bench.step()] == [other]
+        assert len(read.given) == given
+    bench.end(other)
+    assert [row.sequence for row in bench.step()] == [sequence]
+    assert read.given == [0, 1, 2, 3, 4]
 
 
 def test_what_the_device_has_by_now_is_not_loaded_over_it() -> None:

@@ -1,13 +1,20 @@
 """Triton kernels of sparse attention over FP8 window rows and FP4 entries; `attend_ops` documents what they compute.
 
-A key is decoded in registers straight from its stored bytes. A thread reads words of 4 codes, 16 bits of FP4 or 32 of FP8, decodes the
-four of each word as four tensors, and joins them in channel order, for which no number has to leave its thread. A decoded tile goes to
-shared memory once and serves both the score product and the value product; its two halves of the channels come one after the other,
-which is what fits in registers beside the output. Keys are decoded to 2^-8 of their value, which plain fp32
-arithmetic on the raw bits allows without overflow; scores and output are multiplied by 2^8 again, which is exact.
+A key is decoded in registers straight from its stored bytes. A thread reads words of 4 codes, 16 bits of FP4 or 32 of FP8, and decodes
+two neighbouring words at once: code j of both becomes one packed pair of bf16 numbers, its bits put in place and multiplied by the
+group's scale, which is exact (2 + 4 significant bits). So that the pairs can be stored as they are, the 8 channels of two words stand
+in the order 0 4 1 5 2 6 3 7 wherever scores and outputs are computed. Queries are written in that order to where the output will be and
+loaded again (all programs of a row write the same there); outputs are put back in order when they leave. A decoded tile goes to shared
+memory once and serves both the score product and the value product; its two halves of the channels come one after the other, which is
+what fits in registers beside the output.
+
+Keys are decoded to 2^-48 of their value, so that a factor overflows only where a window's scale is above 2^55; scores and output are
+multiplied by 2^48 again, which is exact. Scores are in units of log 2.
 
 Operands of products are bf16 on a GPU and fp32 in Triton's interpreter (DOT), whose bf16 product and bf16 cast are wrong; where bf16 is
-stored it is rounded by bit arithmetic. Helpers and globals are avoided since the interpreter sees neither closures nor nested functions.
+stored it is rounded by bit arithmetic there. The interpreter has no inline assembly either (PACKED); the tests emulate its instructions.
+Tiles are loaded as groups by keys by words, since Triton gives neighbouring threads the first dimension after the contiguous last one.
+Helpers and globals are avoided since the interpreter sees neither closures nor nested functions.
 """
 
 # mypy: ignore-errors
@@ -17,6 +24,57 @@ from __future__ import annotations
 
 from functools import cache
 from types import SimpleNamespace
+
+# $0-$3: code j of two words of four E2M1 codes, bf16x2. $4: both words. $5: the scale twice. The three bits of a magnitude read as bf16
+# at bit 6 are 2^-126 of its value.
+FP4_PAIRS = """{
+.reg .b32 m0, m1, m2, m3, s0, s1, s2;
+shl.b32 m0, $4, 6;
+shl.b32 m1, $4, 2;
+shr.b32 m2, $4, 2;
+shr.b32 m3, $4, 6;
+shl.b32 s0, $4, 12;
+shl.b32 s1, $4, 8;
+shl.b32 s2, $4, 4;
+and.b32 m0, m0, 0x01C001C0;
+and.b32 m1, m1, 0x01C001C0;
+and.b32 m2, m2, 0x01C001C0;
+and.b32 m3, m3, 0x01C001C0;
+lop3.b32 m0, s0, 0x80008000, m0, 0xEA;
+lop3.b32 m1, s1, 0x80008000, m1, 0xEA;
+lop3.b32 m2, s2, 0x80008000, m2, 0xEA;
+lop3.b32 m3, $4, 0x80008000, m3, 0xEA;
+mul.rn.bf16x2 $0, m0, $5;
+mul.rn.bf16x2 $1, m1, $5;
+mul.rn.bf16x2 $2, m2, $5;
+mul.rn.bf16x2 $3, m3, $5;
+}"""
+
+# The same of two words $4 and $5 of four E4M3 codes, with the scale in $6. The seven bits of a magnitude read as bf16 at bit 4 are 2^-120
+# of its value.
+FP8_PAIRS = """{
+.reg .b32 x0, x1, x2, x3, m0, m1, m2, m3;
+prmt.b32 x0, $4, $5, 0x4400;
+prmt.b32 x1, $4, $5, 0x5511;
+prmt.b32 x2, $4, $5, 0x6622;
+prmt.b32 x3, $4, $5, 0x7733;
+shr.b32 m0, x0, 4;
+shr.b32 m1, x1, 4;
+shr.b32 m2, x2, 4;
+shr.b32 m3, x3, 4;
+and.b32 m0, m0, 0x07F007F0;
+and.b32 m1, m1, 0x07F007F0;
+and.b32 m2, m2, 0x07F007F0;
+and.b32 m3, m3, 0x07F007F0;
+lop3.b32 m0, x0, 0x80008000, m0, 0xEA;
+lop3.b32 m1, x1, 0x80008000, m1, 0xEA;
+lop3.b32 m2, x2, 0x80008000, m2, 0xEA;
+lop3.b32 m3, x3, 0x80008000, m3, 0xEA;
+mul.rn.bf16x2 $0, m0, $6;
+mul.rn.bf16x2 $1, m1, $6;
+mul.rn.bf16x2 $2, m2, $6;
+mul.rn.bf16x2 $3, m3, $6;
+}"""
 
 
 @cache
@@ -28,11 +86,12 @@ def load(interpreted: bool) -> SimpleNamespace:
 
     @triton.jit
     def attend(
-        q, out, part, part_top, part_sum, cos, sin, sink, position, span, start, offset, floor, slot, table, selected, rings, fresh, pool,
+        q, out, part, part_top, part_sum, turn, sink, position, span, start, offset, floor, slot, table, selected, rings, fresh, pool,
         scale, slot_stride, max_blocks,
         H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, WP: tl.constexpr, R: tl.constexpr, W: tl.constexpr, RB: tl.constexpr,
         TOPK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
-        BK: tl.constexpr, TILES: tl.constexpr, WINDOW_SPLITS: tl.constexpr, SPLITS: tl.constexpr, DOT: tl.constexpr,
+        BK: tl.constexpr, TILES: tl.constexpr, WINDOW_SPLITS: tl.constexpr, SPLITS: tl.constexpr, ROTATE: tl.constexpr,
+        PACKED: tl.constexpr, FP4: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
     ):  # fmt: skip
         """Row program_id(0), all heads; with SPLITS > 1 only the program_id(1)-th TILES tiles of BK keys, whose part `combine` joins.
 
@@ -44,13 +103,36 @@ def load(interpreted: bool) -> SimpleNamespace:
         part_id = tl.program_id(1)
         head = tl.arange(0, HP)
         dim = tl.arange(0, WP * 2)
-        at = (row * H + head)[:, None] * D + dim[None, :]
         live = (head < H)[:, None] & (dim < D)[None, :]
         live_high = (head < H)[:, None] & (dim < D - WP * 2)[None, :]
-        query = tl.load(q + at, mask=live, other=0.0).to(DOT)
-        query_high = tl.load(q + WP * 2 + at, mask=live_high, other=0.0).to(DOT)
+        for half in tl.static_range(2):
+            at = (row * H + head)[:, None] * D + (half * WP * 2 + dim)[None, :]
+            x = tl.load(q + at, mask=live if half == 0 else live_high, other=0.0)
+            if ROTATE and half * WP + WP > (D - R) // 2:
+                pair = half * WP + tl.arange(0, WP)
+                turned = (pair >= (D - R) // 2) & (pair < D // 2)
+                at = turn + row * R + pair - (D - R) // 2
+                cosine = tl.load(at, mask=turned, other=1.0)[None, :]
+                sine = tl.load(at + R // 2, mask=turned, other=0.0)[None, :]
+                even, odd = tl.split(tl.reshape(x.to(tl.float32), [HP, WP, 2]))
+                x = tl.reshape(tl.join(even * cosine - odd * sine, odd * cosine + even * sine), [HP, WP * 2])
+                if tl.float32 == DOT:
+                    bits = x.to(tl.int32, bitcast=True)
+                    x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+            x = tl.reshape(tl.permute(tl.reshape(x.to(DOT), [HP, WP // 4, 2, 4]), (0, 1, 3, 2)), [HP, WP * 2])
+            at = (row * H + head)[:, None] * D + (half * WP * 2 + dim)[None, :]
+            some = live if half == 0 else live_high
+            if tl.float32 == DOT:
+                tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=some)
+            else:
+                tl.store(out + at, x, mask=some)
+        # Only an operand that comes from a load is taken from shared memory; in registers the queries would drive out the output.
+        tl.debug_barrier()
+        at = (row * H + head)[:, None] * D + dim[None, :]
+        query = tl.load(out + at, mask=live, other=0.0).to(DOT)
+        query_high = tl.load(out + WP * 2 + at, mask=live_high, other=0.0).to(DOT)
         here = tl.load(position + row).to(tl.int32)
-        s = tl.load(span + row).to(tl.int64)
+        s = tl.maximum(tl.load(span + row), 0).to(tl.int64)
         top = tl.full([HP], -1e30, tl.float32)
         total = tl.zeros([HP], tl.float32)
         o = tl.zeros([HP, WP * 2], tl.float32)
@@ -69,46 +151,52 @@ def load(interpreted: bool) -> SimpleNamespace:
                 seen = key <= here
                 new = seen & (key >= first)
                 old = seen & (key < first)
-                old_row = (tl.maximum(key, 0) % W)[:, None]
-                new_row = tl.where(new, fresh_row + key, 0)[:, None]
+                old_row = (tl.maximum(key, 0) % W)[None, :]
+                new_row = tl.where(new, fresh_row + key, 0).to(tl.int64)[None, :]
                 for half in tl.static_range(2):
                     group = half * (WP // 16) + tl.arange(0, WP // 16)
                     column = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
-                    has = (group < WORDS // 8)[None, :]
+                    has = (group < WORDS // 8)[:, None]
                     if RB % 4 == 0:
-                        words = ring.to(tl.pointer_type(tl.int32), bitcast=True) + old_row[:, :, None] * (RB // 4) + column[None]
-                        c = tl.load(words, mask=(old[:, None] & has)[:, :, None], other=0)
-                        words = fresh.to(tl.pointer_type(tl.int32), bitcast=True) + new_row[:, :, None] * (RB // 4) + column[None]
-                        c |= tl.load(words, mask=(new[:, None] & has)[:, :, None], other=0)
+                        words = ring.to(tl.pointer_type(tl.int32), bitcast=True) + old_row[:, :, None] * (RB // 4) + column[:, None, :]
+                        c = tl.load(words, mask=(old[None, :] & has)[:, :, None], other=0)
+                        words = fresh.to(tl.pointer_type(tl.int32), bitcast=True) + new_row[:, :, None] * (RB // 4) + column[:, None, :]
+                        c |= tl.load(words, mask=(new[None, :] & has)[:, :, None], other=0)
                     else:
-                        c = tl.zeros([BK, WP // 16, 8], tl.int32)
+                        c = tl.zeros([WP // 16, BK, 8], tl.int32)
                         for j in tl.static_range(4):
-                            byte = old_row[:, :, None] * RB + column[None] * 4 + j
-                            c |= tl.load(ring + byte, mask=(old[:, None] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
-                            byte = new_row[:, :, None] * RB + column[None] * 4 + j
-                            c |= tl.load(fresh + byte, mask=(new[:, None] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
-                    e = tl.load(ring + old_row * RB + D + group[None, :], mask=old[:, None] & has, other=0).to(tl.int32)
-                    e |= tl.load(fresh + new_row * RB + D + group[None, :], mask=new[:, None] & has, other=0).to(tl.int32)
-                    f = (e << 23).to(tl.float32, bitcast=True)[:, :, None]
-                    # 2^112 = 2^120 of an E4M3 pattern read as fp32, times 2^-8.
-                    k0 = ((c << 20) & 0x07F00000) | ((c << 24) & -2147483648)
-                    k0 = (k0.to(tl.float32, bitcast=True) * 5.192296858534828e33 * f).to(DOT)
-                    k1 = ((c << 12) & 0x07F00000) | ((c << 16) & -2147483648)
-                    k1 = (k1.to(tl.float32, bitcast=True) * 5.192296858534828e33 * f).to(DOT)
-                    k2 = ((c << 4) & 0x07F00000) | ((c << 8) & -2147483648)
-                    k2 = (k2.to(tl.float32, bitcast=True) * 5.192296858534828e33 * f).to(DOT)
-                    k3 = ((c >> 4) & 0x07F00000) | (c & -2147483648)
-                    k3 = (k3.to(tl.float32, bitcast=True) * 5.192296858534828e33 * f).to(DOT)
-                    k = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), [BK, WP * 2])
+                            byte = old_row[:, :, None] * RB + column[:, None, :] * 4 + j
+                            c |= tl.load(ring + byte, mask=(old[None, :] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
+                            byte = new_row[:, :, None] * RB + column[:, None, :] * 4 + j
+                            c |= tl.load(fresh + byte, mask=(new[None, :] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
+                    e = tl.load(ring + old_row * RB + D + group[:, None], mask=old[None, :] & has, other=0).to(tl.int32)
+                    e |= tl.load(fresh + new_row * RB + D + group[:, None], mask=new[None, :] & has, other=0).to(tl.int32)
+                    # 2^72 = 2^120 of a magnitude's bits, times 2^-48.
+                    f = ((e << 23).to(tl.float32, bitcast=True) * 4.722366482869645e21)[:, :, None]
+                    if PACKED:
+                        k0, k1, k2, k3 = tl.inline_asm_elementwise(
+                            FP8, "=&r,=&r,=&r,=&r,r,r,r", [c, f.to(tl.bfloat16)],
+                            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+                        )  # fmt: skip
+                    else:
+                        k0 = (((c << 20) & 0x07F00000) | ((c << 24) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k1 = (((c << 12) & 0x07F00000) | ((c << 16) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k2 = (((c << 4) & 0x07F00000) | ((c << 8) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k3 = (((c >> 4) & 0x07F00000) | (c & -2147483648)).to(tl.float32, bitcast=True) * f
+                    k = tl.join(tl.join(k0.to(DOT), k2.to(DOT)), tl.join(k1.to(DOT), k3.to(DOT)))
+                    k = tl.permute(tl.reshape(k, [WP // 16, BK, 4, 2, 4]), (1, 0, 2, 4, 3))
+                    k = tl.reshape(k, [BK, WP * 2])
+                    if tl.float32 != DOT:  # Triton 3.6 fails where a reshaped tensor goes to shared memory with nothing between
+                        k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [k], dtype=tl.bfloat16, is_pure=True, pack=2)
                     if half == 0:
                         k_low = k
                         score = tl.dot(query, tl.trans(k))
                     else:
                         score = tl.dot(query_high, tl.trans(k), score)
-                score = tl.where(seen[None, :], score * scale, float("-inf"))
-                above = tl.maximum(top, tl.max(score, 1))
-                p = tl.exp(score - above[:, None])
-                decay = tl.exp(top - above)
+                score = tl.where(seen[None, :], score, float("-inf"))
+                above = tl.maximum(top, tl.max(score, 1) * scale)
+                p = tl.exp2(score * scale - above[:, None])
+                decay = tl.exp2(top - above)
                 total = total * decay + tl.sum(p, 1)
                 top = above
                 if tl.float32 == DOT:
@@ -120,7 +208,7 @@ def load(interpreted: bool) -> SimpleNamespace:
 
         if TOPK > 0 and (SPLITS == 1 or part_id >= WINDOW_SPLITS):
             words = pool.to(tl.pointer_type(tl.int16), bitcast=True)
-            for tile in tl.range(0, TILES if SPLITS > 1 else (TOPK + BK - 1) // BK, disable_licm=True):
+            for tile in tl.range(0, TILES if SPLITS > 1 else (TOPK + BK - 1) // BK, num_stages=STAGES, disable_licm=True):
                 t = tile * BK + tl.arange(0, BK)
                 if SPLITS > 1:
                     t += (part_id - WINDOW_SPLITS) * TILES * BK
@@ -134,30 +222,37 @@ def load(interpreted: bool) -> SimpleNamespace:
                 for half in tl.static_range(2):
                     group = half * (WP // 8) + tl.arange(0, WP // 8)
                     column = (group * 4)[:, None] + tl.arange(0, 4)[None, :]
-                    mask = seen[:, None] & (group < WORDS // 4)[None, :]
-                    c = tl.load(words + code_row[:, None, None] + column[None], mask=mask[:, :, None], other=0).to(tl.int32)
-                    e = tl.load(pool + scale_row[:, None] + group[None, :], mask=mask, other=0).to(tl.int32)
-                    # 2^118 * 2^120 = 2^120 of an E4M3 pattern read as fp32, times 2^126 of an E2M1 pattern, times 2^-8.
-                    f = ((e & 127) << 20).to(tl.float32, bitcast=True) * 3.32306998946229e35 * 1.329227995784916e36
+                    mask = seen[None, :] & (group < WORDS // 4)[:, None]
+                    c = tl.load(words + code_row[None, :, None] + column[:, None, :], mask=mask[:, :, None], other=0)
+                    e = tl.load(pool + scale_row[None, :] + group[:, None], mask=mask, other=0).to(tl.int32)
+                    # 2^99 * 2^99 = 2^120 of an E4M3 pattern read as fp32, times 2^126 of an E2M1 pattern, times 2^-48.
+                    f = ((e & 127) << 20).to(tl.float32, bitcast=True) * 6.338253001141147e29 * 6.338253001141147e29
                     f = f[:, :, None]
-                    k0 = ((c << 22) & 0x01C00000) | ((c << 28) & -2147483648)
-                    k0 = (k0.to(tl.float32, bitcast=True) * f).to(DOT)
-                    k1 = ((c << 18) & 0x01C00000) | ((c << 24) & -2147483648)
-                    k1 = (k1.to(tl.float32, bitcast=True) * f).to(DOT)
-                    k2 = ((c << 14) & 0x01C00000) | ((c << 20) & -2147483648)
-                    k2 = (k2.to(tl.float32, bitcast=True) * f).to(DOT)
-                    k3 = ((c << 10) & 0x01C00000) | ((c << 16) & -2147483648)
-                    k3 = (k3.to(tl.float32, bitcast=True) * f).to(DOT)
-                    k = tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), [BK, WP * 2])
+                    if PACKED:
+                        k0, k1, k2, k3 = tl.inline_asm_elementwise(
+                            FP4, "=&r,=&r,=&r,=&r,r,r", [c, f.to(tl.bfloat16)],
+                            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+                        )  # fmt: skip
+                    else:
+                        c = c.to(tl.int32)
+                        k0 = (((c << 22) & 0x01C00000) | ((c << 28) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k1 = (((c << 18) & 0x01C00000) | ((c << 24) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k2 = (((c << 14) & 0x01C00000) | ((c << 20) & -2147483648)).to(tl.float32, bitcast=True) * f
+                        k3 = (((c << 10) & 0x01C00000) | ((c << 16) & -2147483648)).to(tl.float32, bitcast=True) * f
+                    k = tl.join(tl.join(k0.to(DOT), k2.to(DOT)), tl.join(k1.to(DOT), k3.to(DOT)))
+                    k = tl.permute(tl.reshape(k, [WP // 8, BK, 2, 2, 4]), (1, 0, 2, 4, 3))
+                    k = tl.reshape(k, [BK, WP * 2])
+                    if tl.float32 != DOT:  # Triton 3.6 fails where a reshaped tensor goes to shared memory with nothing between
+                        k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [k], dtype=tl.bfloat16, is_pure=True, pack=2)
                     if half == 0:
                         k_low = k
                         score = tl.dot(query, tl.trans(k))
                     else:
                         score = tl.dot(query_high, tl.trans(k), score)
-                score = tl.where(seen[None, :], score * scale, float("-inf"))
-                above = tl.maximum(top, tl.max(score, 1))
-                p = tl.exp(score - above[:, None])
-                decay = tl.exp(top - above)
+                score = tl.where(seen[None, :], score, float("-inf"))
+                above = tl.maximum(top, tl.max(score, 1) * scale)
+                p = tl.exp2(score * scale - above[:, None])
+                decay = tl.exp2(top - above)
                 total = total * decay + tl.sum(p, 1)
                 top = above
                 if tl.float32 == DOT:
@@ -175,35 +270,39 @@ def load(interpreted: bool) -> SimpleNamespace:
             tl.store(part + at, o, mask=live)
             tl.store(part + WP * 2 + at, o_high, mask=live_high)
         else:
-            z = tl.load(sink + head, mask=head < H, other=0.0)
+            z = tl.load(sink + head, mask=head < H, other=0.0) * 1.4426950408889634
             above = tl.maximum(top, z)
-            decay = tl.exp(top - above)
-            factor = decay * 256.0 / (total * decay + tl.exp(z - above))
+            decay = tl.exp2(top - above)
+            factor = decay * 281474976710656.0 / (total * decay + tl.exp2(z - above))
             for half in tl.static_range(2):
                 if half == 1:
                     o = o_high
-                bits = (o * factor[:, None]).to(tl.int32, bitcast=True)
-                o = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-                even, odd = tl.split(tl.reshape(o, [HP, WP, 2]))
+                x = o * factor[:, None]
+                if tl.float32 == DOT:
+                    bits = x.to(tl.int32, bitcast=True)
+                    x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+                x = tl.reshape(tl.permute(tl.reshape(x.to(DOT), [HP, WP // 4, 4, 2]), (0, 1, 3, 2)), [HP, WP, 2])
                 pair = half * WP + tl.arange(0, WP)
                 if half * WP + WP > (D - R) // 2:
                     turned = (pair >= (D - R) // 2) & (pair < D // 2)
-                    channel = row * R + pair * 2 - (D - R)
-                    cosine = tl.load(cos + channel, mask=turned, other=1.0)[None, :]
-                    sine = tl.load(sin + channel + 1, mask=turned, other=0.0)[None, :]
-                    was = even
-                    even = tl.where(turned[None, :], even * cosine + odd * sine, even)
-                    odd = tl.where(turned[None, :], odd * cosine - was * sine, odd)
-                even = even.to(tl.int32, bitcast=True)
-                odd = odd.to(tl.int32, bitcast=True)
-                even = ((even + 0x7FFF + ((even >> 16) & 1)) >> 16) & 0xFFFF
-                odd = (odd + 0x7FFF + ((odd >> 16) & 1)) & -65536
-                some = (head < H)[:, None] & (pair < D // 2)[None, :]
-                tl.store(out + (row * H + head)[:, None] * (D // 2) + pair[None, :], even | odd, mask=some)
+                    at = turn + row * R + pair - (D - R) // 2
+                    cosine = tl.load(at, mask=turned, other=1.0)[None, :]
+                    sine = tl.load(at + R // 2, mask=turned, other=0.0)[None, :]
+                    even, odd = tl.split(x.to(tl.float32))
+                    x = tl.join(even * cosine + odd * sine, odd * cosine - even * sine)
+                at = (row * H + head)[:, None] * D + (half * WP * 2 + dim)[None, :]
+                x = tl.reshape(x, [HP, WP * 2])
+                some = live if half == 0 else live_high
+                if tl.float32 == DOT:
+                    bits = x.to(tl.int32, bitcast=True)
+                    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+                    tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, bits, mask=some)
+                else:
+                    tl.store(out + at, x.to(DOT), mask=some)
 
     @triton.jit
     def combine(
-        out, part, part_top, part_sum, cos, sin, sink,
+        out, part, part_top, part_sum, turn, sink,
         H: tl.constexpr, D: tl.constexpr, WP: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
     ):  # fmt: skip
         """One row and head: its parts and the sink in one softmax, then as at the end of `attend`."""
@@ -211,28 +310,29 @@ def load(interpreted: bool) -> SimpleNamespace:
         head = tl.program_id(1)
         pair = tl.arange(0, WP * 2)
         live = pair < D // 2
-        at = (pair * 2)[:, None] + tl.arange(0, 2)[None, :]
-        z = tl.load(sink + head)
+        # The place of channel 8 p + 4 h + j is 8 p + 2 j + h.
+        at = (pair // 4 * 8 + pair // 2 % 2 + pair % 2 * 4)[:, None] + tl.arange(0, 2)[None, :] * 2
+        z = tl.load(sink + head) * 1.4426950408889634
         above = z
         for i in tl.static_range(SPLITS):
             above = tl.maximum(above, tl.load(part_top + (row * SPLITS + i) * H + head))
-        total = tl.exp(z - above)
+        total = tl.exp2(z - above)
         o = tl.zeros([WP * 2, 2], tl.float32)
         for i in tl.static_range(SPLITS):
             here = (row * SPLITS + i) * H + head
-            decay = tl.exp(tl.load(part_top + here) - above)
+            decay = tl.exp2(tl.load(part_top + here) - above)
             total += tl.load(part_sum + here) * decay
             o += tl.load(part + here * D + at, mask=live[:, None], other=0.0) * decay
-        bits = (o * (256.0 / total)).to(tl.int32, bitcast=True)
+        bits = (o * (281474976710656.0 / total)).to(tl.int32, bitcast=True)
         a, b = tl.split(((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
         turned = (pair >= (D - R) // 2) & live
-        channel = row * R + pair * 2 - (D - R)
-        cosine = tl.load(cos + channel, mask=turned, other=1.0)
-        sine = tl.load(sin + channel + 1, mask=turned, other=0.0)
-        even = tl.where(turned, a * cosine + b * sine, a).to(tl.int32, bitcast=True)
-        odd = tl.where(turned, b * cosine - a * sine, b).to(tl.int32, bitcast=True)
+        at = turn + row * R + pair - (D - R) // 2
+        cosine = tl.load(at, mask=turned, other=1.0)
+        sine = tl.load(at + R // 2, mask=turned, other=0.0)
+        even = (a * cosine + b * sine).to(tl.int32, bitcast=True)
+        odd = (b * cosine - a * sine).to(tl.int32, bitcast=True)
         even = ((even + 0x7FFF + ((even >> 16) & 1)) >> 16) & 0xFFFF
         odd = (odd + 0x7FFF + ((odd >> 16) & 1)) & -65536
-        tl.store(out + (row * H + head) * (D // 2) + pair, even | odd, mask=live)
+        tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * H + head) * (D // 2) + pair, even | odd, mask=live)
 
     return SimpleNamespace(attend=attend, combine=combine, tl=tl)

@@ -1,7 +1,8 @@
-"""Sparse attention of a step's rows over stored window rows and entries, with sink and inverse rotation (spec/model.md §3.4)."""
+"""Sparse attention of a step's rows over stored window rows and entries, with sink and both rotations (spec/model.md §3.4)."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from torch import Tensor
 from forebay.model.config import MAIN_KV_GROUP, QUANT_GROUP
 from forebay.model.ops.kernels import attend as kernels
 
-TILE = 64  # keys; as the blocks of `sparse_attention`, so that the running maximum is taken at the same places
 PROCESSORS = 132  # of an H200
 MAX_HEADS = 64
 
@@ -24,11 +24,11 @@ class Rows:
 
     Attributes:
         position: [n] int64; -1 for a row that only pads the batch: it has no window keys.
-        span: [n], number of the row's sequence in the tensors below.
+        span: [n], number of the row's sequence in the tensors below; any number, such as -1, for a row that pads.
         start, offset: [spans], first position of the sequence in this batch, and its row.
         floor: [spans], the first position that may be read in a window (of the half whose layers these are); not negative.
         slot: [spans], window slot. table: [spans, blocks], pool blocks.
-        cos, sin: [n, R] fp32, the rotation of the rows' positions as in `rope.Turn`.
+        turn: [n, 2, pairs] fp32, cosines and sines of the rows' positions, as `store_ops.turn_table` makes them.
     """
 
     position: Tensor
@@ -38,8 +38,7 @@ class Rows:
     floor: Tensor
     slot: Tensor
     table: Tensor
-    cos: Tensor
-    sin: Tensor
+    turn: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,56 @@ class Scratch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles of keys that one program takes (0: all of a row's), how many programs share the window's, and how many a row has."""
+    """How a call is divided, and the knobs of its kernel.
 
-    tiles: int
-    window_splits: int
-    splits: int
+    Attributes:
+        tiles: tiles of keys that one program takes; 0: all of a row's.
+        window_splits, splits: how many programs share a row's window, and how many it has in all.
+        tile: keys of a tile. warps, stages: of the kernel.
+        packed: decode keys as pairs of bf16 (the interpreter never does); otherwise one by one in fp32.
+    """
+
+    tiles: int = 0
+    window_splits: int = 1
+    splits: int = 1
+    tile: int = 64
+    warps: int = 8
+    stages: int = 1
+    packed: bool = True
+
+
+def tuned(window: int, topk: int, *, tiles: int = 0, tile: int = 64, warps: int = 8, stages: int = 1, packed: bool = True) -> Plan:
+    """The plan with these knobs for windows of `window` keys and lists of `topk` entries."""
+    if not tiles:
+        return Plan(0, 1, 1, tile, warps, stages, packed)
+    near, far = -(-window // (tile * tiles)), -(-topk // (tile * tiles))
+    return Plan(tiles, near, near + far, tile, warps, stages, packed)
+
+
+def tuning_space(rows: int) -> list[dict[str, Any]]:
+    """Knobs of `tuned` worth timing for so many rows at the real dimensions, the likeliest first.
+
+    Few rows are divided among many programs; from a row a processor on, only the kernel itself is left to choose.
+    """
+    names = ("tiles", "tile", "warps", "stages", "packed")
+    if rows <= 16:
+        small = [(1, 32, 8, s, True) for s in (1, 2)] if rows <= 4 else []
+        found = small + [(t, 64, w, 1, True) for t in (1, 2) for w in (8, 16)] + [(1, 64, 8, 1, False)]
+    else:
+        found = [(0, 64, 8, s, True) for s in (1, 2, 3)] + [(0, 64, 16, 1, True)]
+        found += [(0, 32, 8, 1, True), (0, 32, 8, 3, True), (0, 64, 8, 1, False)]
+        if rows < PROCESSORS:
+            found += [(t, 64, w, 1, True) for t in (4, 5, 2) for w in (8, 16)]
+    return [dict(zip(names, knobs, strict=True)) for knobs in found]
 
 
 def plan(rows: int, window: int, topk: int, processors: int = PROCESSORS) -> Plan:
-    """The split with the least time in units of a tile, about 3 us: tiles on the busiest processor, one for joining, and 262 KB a part."""
-    near, far = -(-window // TILE), -(-topk // TILE)
-    best, least = Plan(0, 1, 1), float(-(-rows // processors) * (near + far))
+    """The split with the least estimated time, in units of a tile's: tiles on the busiest processor, one for joining, and 128 KB a part."""
+    whole = tuned(window, topk)
+    near, far = -(-window // whole.tile), -(-topk // whole.tile)
+    best, least = whole, float(-(-rows // processors) * (near + far))
     for tiles in (4, 2, 1):
-        mine = Plan(tiles, -(-near // tiles), -(-near // tiles) + -(-far // tiles))
+        mine = tuned(window, topk, tiles=tiles)
         cost = -(-rows * mine.splits // processors) * tiles + 1.0 + rows * mine.splits / 50
         if mine.splits > 1 and cost < least:
             best, least = mine, cost
@@ -98,14 +134,15 @@ def scratch(rows: int, heads: int, dim: int, splits: int, device: torch.device |
 
 def attend(
     q: Tensor, rings: Tensor, fresh: Tensor, entries: Entries | None, sink: Tensor, scale: float, rows: Rows, out: Tensor,
-    split: Plan | None = None, parts: Scratch | None = None,
+    split: Plan | None = None, parts: Scratch | None = None, *, rotate: bool = True, tuning: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """`sparse_attention` over a row's window keys, oldest first, then its entries in list order; then `rope.rotate` back, into `out`.
+    """`rope.rotate` of q, `sparse_attention` over a row's window keys, oldest first, then its entries in list order, `rope.rotate` back.
 
-    Equal to those two up to the order of fp32 sums; with a split plan, exponentials are rounded relative to other maxima (2^-8).
+    Equal to those three up to the order of fp32 sums and fused multiplications; with a split plan, exponentials are rounded relative to
+    other maxima (2^-8). Window key j of a row at position i: max(floor, i - W + 1) <= j <= i; from `start` on it is row offset + j - start
+    of `fresh`, before that row j % W of the sequence's ring. A row at position -1 without entries gives zeros.
 
-    Window key j of a row at position i: max(floor, i - W + 1) <= j <= i; from `start` on it is row offset + j - start of `fresh`, before
-    that row j % W of the sequence's ring. Launches one kernel, or two where `split` has several parts a row.
+    Launches one kernel, or two where the plan has several parts a row, with grids that depend on shapes alone.
 
     Floor: a row reads topk * (D/2 + D/16) + W * (D + D/32) bytes of keys and 4 * H * D of q and out: 345 KB for 512 + 128 keys, 64 heads
     and D = 512; 0.08 us a row at 4.2 TB/s, and 84 MFLOP, 0.11 us at 786 TFLOP/s.
@@ -115,8 +152,11 @@ def attend(
         rings: [slots, W, dim + dim/32] uint8, this layer's part of the window pool; only its first stride is free.
         fresh: [rows of the batch, dim + dim/32] uint8, their window rows of this layer.
         entries: None for a layer that has only its window.
-        sink: [heads] fp32. out: like q.
-        split: of `plan`, by default for these sizes. parts: of `scratch` for it; allocated here when missing, so give it under a graph.
+        scale: positive. sink: [heads] fp32. out: like q.
+        split: of `plan` or `tuned`, by default `plan` for these sizes. parts: of `scratch` for it; allocated here when missing, so give it
+            under a graph.
+        rotate: whether q is still to be rotated.
+        tuning: knobs of `tuned`, instead of `split`.
     """
     n, heads, dim = q.shape
     window, row_bytes = rings.shape[1:]
@@ -126,29 +166,32 @@ def attend(
         raise ValueError(f"dim must be a multiple of {QUANT_GROUP} and a window row must have dim * 33/32 bytes, got {dim} and {row_bytes}")
     if n == 0:
         return
-    turned = rows.cos.shape[1]
+    turned = 2 * rows.turn.shape[2]
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     k = kernels.load(interpreted)
     topk = 0 if entries is None else entries.selected.shape[1]
-    if split is None:
+    if tuning is not None:
+        split = tuned(window, topk, **tuning)
+    elif split is None:
         split = plan(n, window, topk)
     if parts is None:
         parts = scratch(n, heads, dim, split.splits, q.device)
-    values, tops, sums = (out, out, out) if parts is None else parts
+    values, tops, sums = (rows.turn, rows.turn, rows.turn) if parts is None else parts
     padded, words = max(16, _power(heads)), max(16, _power(dim // 4))
     some = entries or Entries(rows.span, rings, 1, 0, 0)
     k.attend[(n, split.splits)](
-        q, out.view(torch.int32), values, tops, sums, rows.cos, rows.sin, sink,
+        q, out, values, tops, sums, rows.turn, sink,
         rows.position, rows.span, rows.start, rows.offset, rows.floor, rows.slot, rows.table, some.selected, rings, fresh, some.pool,
-        scale * 256.0, rings.stride(0), rows.table.shape[1],
+        scale * 2.0**48 * math.log2(math.e), rings.stride(0), rows.table.shape[1],
         H=heads, HP=padded, D=dim, WP=words, R=turned, W=window, RB=row_bytes,
         TOPK=topk, PER_BLOCK=some.per_block, BLOCK_BYTES=some.pool.stride(0), CODES=some.codes, SCALES=some.scales,
-        BK=TILE, TILES=split.tiles, WINDOW_SPLITS=split.window_splits, SPLITS=split.splits,
-        DOT=k.tl.float32 if interpreted else k.tl.bfloat16, num_warps=8 if padded == 64 else 4, num_stages=2,
+        BK=split.tile, TILES=split.tiles, WINDOW_SPLITS=split.window_splits, SPLITS=split.splits, ROTATE=rotate,
+        PACKED=split.packed and not interpreted, FP4=kernels.FP4_PAIRS, FP8=kernels.FP8_PAIRS, STAGES=split.stages,
+        DOT=k.tl.float32 if interpreted else k.tl.bfloat16, num_warps=split.warps if padded == 64 and words == 128 else 4, num_stages=2,
     )  # fmt: skip
     if split.splits > 1:
         k.combine[(n, heads)](
-            out.view(torch.int32), values, tops, sums, rows.cos, rows.sin, sink,
+            out, values, tops, sums, rows.turn, sink,
             H=heads, D=dim, WP=words, R=turned, SPLITS=split.splits, num_warps=2 if words >= 64 else 1,
         )  # fmt: skip
 
@@ -203,10 +246,10 @@ def _inputs(n: int) -> Callable[[torch.device], tuple[Any, ...]]:
         pool[:, scales : scales + BLOCK * DIM // MAIN_KV_GROUP] %= 64
         table = below(16_384, spans, blocks)
         selected = torch.stack([torch.randperm(60_000, generator=g, device=device)[:TOPK].sort()[0] for _ in range(n)]).to(torch.int32)
-        turn = torch.rand((n, ROPE // 2), generator=g, device=device)
-        cos, sin = turn.cos().repeat_interleave(2, 1), torch.stack((-turn.sin(), turn.sin()), -1).flatten(1)
+        angle = torch.rand((n, ROPE // 2), generator=g, device=device)
+        turn = torch.stack((angle.cos(), angle.sin()), 1)
         slot = torch.arange(spans, device=device, dtype=torch.int32)
-        rows = Rows(position, span, start, offset, torch.zeros_like(start), slot, table, cos, sin)
+        rows = Rows(position, span, start, offset, torch.zeros_like(start), slot, table, turn)
         q = torch.randn((n, HEADS, DIM), generator=g, device=device).bfloat16()
         sink, out, split = torch.zeros(HEADS, device=device), torch.empty_like(q), plan(n, WINDOW, TOPK)
         entries = Entries(selected, pool, BLOCK, codes, scales)

@@ -1,11 +1,16 @@
 """Triton kernels of the indexer; `index_ops` documents what they compute and wraps them.
 
-Keys stay packed in memory: a byte holds two channels, the even one low. Even and odd channels are kept apart, so nothing is interleaved:
-a product is that of the even channels plus that of the odd ones. An E2M1 code becomes a float by placing its three bits at the float's
-bit 22, which is 2^-126 of its value; half of that power goes to the scale of the key, half to the query, so that nothing overflows.
+Keys stay packed: a byte holds two channels, the even one low. With three bits of an E2M1 code at bits 4..2 of a byte and its sign at bit 7,
+the byte is the E4M3 number of 2^-6 the value, the smallest code (0.5, of exponent field 0 in both formats) included; so eight codes become
+eight operands of the FP8 tensor cores by seven integer operations. Slots of a group of 32 channels: the 16 even ones, then the 16 odd ones.
+Queries are kept as E5M2 in that order, relative to a power of two of each head.
 
-Operands of a product are cast to `DOT`: bf16 on a GPU, where it is exact for FP4 values, and fp32 in Triton's interpreter, whose bf16
-product is wrong. `ROUND` asks for rounding to bf16 by integer arithmetic, since the interpreter cuts off.
+A product is taken per group of 32 channels, and the key's scale is applied to its sum in fp32. All products of a group are multiples of
+one power of two, the largest 144 of it and their sum at most 4,608 of it: 13 bits, so the accumulators of Hopper's FP8 units, which keep
+about 14, lose nothing. The four scaled sums are added in fp32, as the reference adds its channels, in another order.
+
+`FP8` off gives the same by bf16 products of dequantised keys, for comparison. `ASM` off gives plain integer operations, fp32 products and
+rounding by hand for Triton's interpreter, which has no inline assembly, whose bf16 product is wrong and whose casts to bf16 cut off.
 """
 
 # mypy: ignore-errors
@@ -20,113 +25,312 @@ from types import SimpleNamespace
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton
+    global tl, triton, near, group_codes, group_dot, head_sum, row_scores, key_codes, key_scales, query_groups, head_weights, put
     import triton
     import triton.language as tl
 
     @triton.jit
-    def queries(q, cos, sin, out, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-        """One row: rotation of the last W channels of each head, then FP4 in groups of 32 and back. Heads are padded to HP."""
+    def near(x):
+        """fp32 rounded to bf16, to nearest even, by integer arithmetic."""
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def queries(q, turn, out, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
+        """One row: rotation of the last W channels of each head, FP4 in groups of 32, as E5M2 codes and a power of two per head."""
         row = tl.program_id(0).to(tl.int64)
         head = tl.arange(0, HP)[:, None, None]
-        channel = tl.arange(0, D // 32)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+        group = tl.arange(0, D // 32)[None, :, None]
+        inside = tl.arange(0, 32)[None, None, :]
+        channel = group * 32 + inside
         at = row * H * D + head * D + channel
         live = head < H
         x = tl.load(q + at, mask=live, other=0.0).to(tl.float32)
         other = tl.load(q + row * H * D + head * D + (channel ^ 1), mask=live, other=0.0).to(tl.float32)
         turned = channel >= D - W
-        place = row * W + channel - (D - W)
-        c = tl.load(cos + place, mask=turned, other=1.0)
-        s = tl.load(sin + place, mask=turned, other=0.0)
-        bits = (x * c + other * s).to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        x = tl.where(turned, rounded, x)
+        place = row * W + (channel - (D - W)) // 2
+        c = tl.load(turn + place, mask=turned, other=1.0)
+        s = tl.load(turn + place + W // 2, mask=turned, other=0.0)
+        s = tl.where(channel % 2 == 0, -s, s)
+        x = tl.where(turned, near(x * c + other * s), x)
         top = tl.maximum(tl.max(tl.abs(x), 2, keep_dims=True), 7.052966104933725e-38) * 0.16666667163372040  # 6 * 2^-126 at least
         exponent = ((top.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23) & 255
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        scaled = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        a = tl.abs(scaled)
+        a = tl.abs(x * ((254 - exponent) << 23).to(tl.float32, bitcast=True))
         value = tl.where(a > 0.25, 0.5, 0.0) + tl.where(a >= 0.75, 0.5, 0.0) + tl.where(a > 1.25, 0.5, 0.0)
         value += tl.where(a >= 1.75, 0.5, 0.0) + tl.where(a > 2.5, 1.0, 0.0) + tl.where(a >= 3.5, 1.0, 0.0) + tl.where(a > 5.0, 2.0, 0.0)
-        value = tl.where(x < 0.0, -value, value) * scale
-        bad = tl.max(tl.where(x != x, 1, 0), 2, keep_dims=True)  # a NaN spoils its group, to be noticed in the logits
-        value = tl.where(bad > 0, float("nan"), value)
-        tl.store(out + at, value.to(tl.bfloat16), mask=live)
+        # The head's power puts its largest scale at 2^13, where 6 is 1.5 * 2^15; a group's own scale is then 2^(13 - step).
+        highest = tl.maximum(tl.max(exponent, 1, keep_dims=True), 14)
+        step = tl.minimum(highest - exponent, 60)
+        value *= ((140 - step) << 23).to(tl.float32, bitcast=True)
+        # To E5M2, whose normal numbers begin at 2^-14: the value's two leading bits are exact, and so is a multiple of 2^-16.
+        bits = value.to(tl.int32, bitcast=True)
+        normal = ((bits >> 21) - (112 << 2)) & 0x7F
+        code = tl.where(value >= 6.103515625e-05, normal, (value * 65536.0).to(tl.int32))
+        code = tl.where(x < 0.0, code | 0x80, code)
+        bad = tl.max(tl.where((x != x) | (tl.abs(x) == float("inf")), 1, 0), 2, keep_dims=True)
+        code = tl.where(bad > 0, 0x7F, code)  # a NaN spoils its group, to be noticed in the logits
+        slot = group * 32 + (inside % 2) * 16 + inside // 2
+        line = (row * H + head) * (D + 16)
+        tl.store(out + line + slot, code.to(tl.uint8), mask=live)
+        # 2^6 for the keys' codes and 2^-13 for these: a head's weight times this power is all that a sum needs.
+        power = (tl.maximum(highest - 7, 1) << 23).to(tl.float32, bitcast=True)
+        tl.store((out + line + D).to(tl.pointer_type(tl.float32)), power, mask=live)
 
     @triton.jit
-    def scores(
-        q, weights, codes, scales, table, blocks, tile_first, tile_rows, span, visible, out, maxima,
-        code_block, code_row, scale_block, scale_row, table_stride, block_stride, out_stride, maxima_stride, columns,
-        H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ENTRIES: tl.constexpr, SIZE: tl.constexpr,
-        RESTRICTED: tl.constexpr, MAXIMA: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, ROUND: tl.constexpr,
-    ):  # fmt: skip
-        """BK keys of one span, dequantised once, against the rows of a tile; grid (ceil(columns / BK), tiles).
+    def group_codes(q, row, g: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+        """Group g of a row's queries, [32, HP]: E5M2, or their values as bf16 or fp32. Turned here, so that a loop over keys need not."""
+        head = tl.arange(0, HP)
+        at = (row * H + head)[:, None] * (D + 16) + g * 32 + tl.arange(0, 32)[None, :]
+        code = tl.load(q + at, mask=(head < H)[:, None], other=0)
+        if FP8 and ASM:
+            return tl.trans(code.to(tl.float8e5, bitcast=True))
+        elif ASM:
+            return tl.trans(code.to(tl.float8e5, bitcast=True).to(tl.bfloat16))
+        else:
+            wide = code.to(tl.int32)
+            value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 21)).to(tl.float32, bitcast=True) * 5.192296858534828e33
+            return tl.trans(tl.where((wide & 0x7F) > 0x7C, float("nan"), value))
 
-        RESTRICTED: column c is entry blocks[row, c // SIZE] * SIZE + c % SIZE, of a tile of one row. MAXIMA: also the largest score of
-        each SIZE columns, +inf where the newest visible one is. ENTRIES: entries of one block of the pool.
+    @triton.jit
+    def group_dot(packed, power, q, BK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+        """Products of a group of 32 channels times the keys' scales: packed [BK, 16], power [BK], q [32, HP] -> [BK, HP] fp32."""
+        if FP8 and ASM:
+            low, high = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 a, b;
+                shl.b32 a, $2, 4;
+                shl.b32 b, $2, 2;
+                and.b32 b, b, 0x1c1c1c1c;
+                lop3.b32 $0, a, 0x80808080, b, 0xea;
+                shr.b32 b, $2, 2;
+                and.b32 b, b, 0x1c1c1c1c;
+                lop3.b32 $1, $2, 0x80808080, b, 0xea;
+                }
+                """,
+                "=&r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+            )  # fmt: skip
+            keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]).to(tl.float8e4nv, bitcast=True)
+            return tl.dot(keys, q) * power[:, None]
+        else:
+            wide = packed.to(tl.int32)
+            low = (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True)
+            high = (((wide & 0x70) << 18) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
+            keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]) * 1.329227995784916e36  # 2^120: 2^-6 of the value
+            if ASM:
+                keys = keys.to(tl.bfloat16)
+            return tl.dot(keys, q) * power[:, None]
+
+    @triton.jit
+    def head_sum(total, weight, ASM: tl.constexpr):
+        """Dots [BK, HP] fp32 and weights [HP] fp32 of bf16 values -> scores [BK] fp32 of bf16 values; a NaN stays one."""
+        if ASM:
+            w = tl.broadcast_to(weight.to(tl.bfloat16)[None, :], total.shape)
+            part = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 a, z;
+                mov.b32 z, 0x80008000;
+                cvt.rn.relu.bf16x2.f32 a, $3, $2;
+                fma.rn.bf16x2 a, a, $4, z;
+                shl.b32 $0, a, 16;
+                and.b32 $1, a, 0xffff0000;
+                }
+                """,
+                "=r,=r,r,r,r", [total, w], dtype=tl.float32, is_pure=True, pack=2,
+            )  # fmt: skip
+            return tl.sum(part, 1).to(tl.bfloat16).to(tl.float32)
+        else:
+            part = near(total)
+            part = near(tl.where(part < 0.0, 0.0, part) * weight[None, :])
+            return near(tl.sum(part, 1))
+
+    @triton.jit
+    def row_scores(
+        p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight,
+        D: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    ):  # fmt: skip
+        """Scores [BK] of one row: packed codes, scales and queries of up to four groups (of fewer, the rest are not looked at)."""
+        total = group_dot(p0, s0, q0, BK, FP8, ASM)
+        if D > 32:
+            total += group_dot(p1, s1, q1, BK, FP8, ASM)
+        if D > 64:
+            total += group_dot(p2, s2, q2, BK, FP8, ASM)
+            total += group_dot(p3, s3, q3, BK, FP8, ASM)
+        return head_sum(total, weight, ASM)
+
+    @triton.jit
+    def key_codes(codes, at, D: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr):
+        """Packed codes [BK, 16] of up to four groups of the keys at offsets `at` [BK]."""
+        if SPLIT and D == 128:
+            packed = tl.load(codes + at[:, None] + tl.arange(0, 64)[None, :])
+            even, odd = tl.split(tl.permute(tl.reshape(packed, [BK, 2, 2, 16]), (0, 3, 1, 2)))
+            p0, p2 = tl.split(even)
+            p1, p3 = tl.split(odd)
+        else:
+            place = at[:, None] + tl.arange(0, 16)[None, :]
+            p0 = tl.load(codes + place)
+            p1 = p0
+            p2 = p0
+            p3 = p0
+            if D > 32:
+                p1 = tl.load(codes + place + 16)
+            if D > 64:
+                p2 = tl.load(codes + place + 32)
+                p3 = tl.load(codes + place + 48)
+        return p0, p1, p2, p3
+
+    @triton.jit
+    def key_scales(scales, at, D: tl.constexpr, WORD: tl.constexpr):
+        """Scales [BK] fp32 of up to four groups; a byte of 0, which only a null block has, gives 0."""
+        if WORD and D == 128:
+            word = tl.load((scales + at).to(tl.pointer_type(tl.int32)))
+            s0 = (word & 255) << 23
+            s1 = ((word >> 8) & 255) << 23
+            s2 = ((word >> 16) & 255) << 23
+            s3 = ((word >> 24) & 255) << 23
+        else:
+            s0 = tl.load(scales + at).to(tl.int32) << 23
+            s1 = s0
+            s2 = s0
+            s3 = s0
+            if D > 32:
+                s1 = tl.load(scales + at + 1).to(tl.int32) << 23
+            if D > 64:
+                s2 = tl.load(scales + at + 2).to(tl.int32) << 23
+                s3 = tl.load(scales + at + 3).to(tl.int32) << 23
+        s0 = s0.to(tl.float32, bitcast=True)
+        s1 = s1.to(tl.float32, bitcast=True)
+        s2 = s2.to(tl.float32, bitcast=True)
+        s3 = s3.to(tl.float32, bitcast=True)
+        return s0, s1, s2, s3
+
+    @triton.jit
+    def query_groups(q, row, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+        q0 = group_codes(q, row, 0, H, HP, D, FP8, ASM)
+        q1 = q0
+        q2 = q0
+        q3 = q0
+        if D > 32:
+            q1 = group_codes(q, row, 1, H, HP, D, FP8, ASM)
+        if D > 64:
+            q2 = group_codes(q, row, 2, H, HP, D, FP8, ASM)
+            q3 = group_codes(q, row, 3, H, HP, D, FP8, ASM)
+        return q0, q1, q2, q3
+
+    @triton.jit
+    def head_weights(q, weights, row, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr):
+        """Weights of a row's heads, [HP] fp32, times the powers of their queries: still bf16 values."""
+        head = tl.arange(0, HP)
+        live = head < H
+        weight = tl.load(weights + row * H + head, mask=live, other=0.0).to(tl.float32)
+        weight *= tl.load((q + (row * H + head) * (D + 16) + D).to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+        return weight
+
+    @triton.jit
+    def put(
+        total, begin, mine, row, out, maxima, out_stride, maxima_stride, columns,
+        BK: tl.constexpr, SIZE: tl.constexpr, MAXIMA: tl.constexpr,
+    ):  # fmt: skip
+        """Scores of the entries from `begin` on, of a row that sees `mine`, and the maxima of their blocks."""
+        entry = begin + tl.arange(0, BK)
+        total = tl.where(entry < mine, total, float("-inf"))
+        tl.store(out + row * out_stride + entry, total.to(tl.bfloat16), mask=entry < columns)
+        if MAXIMA:
+            best = tl.where(total == total, total, float("inf"))
+            best = tl.max(tl.reshape(best, [BK // SIZE, SIZE]), 1)
+            run = begin // SIZE + tl.arange(0, BK // SIZE)
+            best = tl.where((run == (mine - 1) // SIZE) & (run * SIZE < mine), float("inf"), best)
+            tl.store(maxima + row * maxima_stride + run, best.to(tl.bfloat16), mask=run * SIZE < columns)
+
+    @triton.jit
+    def scan(
+        q, weights, codes, scales, table, tile_first, tile_rows, span, visible, out, maxima,
+        code_block, scale_block, table_stride, out_stride, maxima_stride, columns, count,
+        H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, CODE_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, ENTRIES: tl.constexpr,
+        SIZE: tl.constexpr, MAXIMA: tl.constexpr, SOLO: tl.constexpr, TILES: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+        SPLIT: tl.constexpr, WORD: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    ):  # fmt: skip
+        """Every program takes an equal run of the pieces of BK keys that all tiles of rows see, whatever the tiles' lengths.
+
+        SOLO: no tile has more than one row, so its queries stay put while the keys pass. Otherwise keys stay while the rows pass.
         """
+        tiles = tl.arange(0, TILES)
+        firsts = tl.load(tile_first + tiles, mask=tiles < count, other=0)
+        many = tl.load(tile_rows + tiles, mask=tiles < count, other=0)
+        tops = tl.load(visible + firsts + tl.maximum(many - 1, 0), mask=many > 0, other=0)  # rows ascend: the last sees most
+        tops = tl.minimum(tops, columns)
+        pieces = (tops + BK - 1) // BK
+        ends = tl.cumsum(pieces, 0)
+        total_pieces = tl.sum(pieces, 0).to(tl.int64)
+        piece = (total_pieces * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
+        stop = (total_pieces * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
+        while piece < stop:
+            tile = tl.sum(tl.where(ends <= piece, 1, 0), 0)
+            here = tiles == tile
+            base = tl.sum(tl.where(here, ends - pieces, 0), 0)
+            top = tl.sum(tl.where(here, tops, 0), 0)
+            row = tl.sum(tl.where(here, firsts, 0), 0).to(tl.int64)
+            last = row + tl.sum(tl.where(here, many, 0), 0)
+            upto = tl.minimum(stop, base + tl.sum(tl.where(here, pieces, 0), 0))
+            pages = table + tl.load(span + row).to(tl.int64) * table_stride
+            if SOLO:
+                q0, q1, q2, q3 = query_groups(q, row, H, HP, D, FP8, ASM)
+                weight = head_weights(q, weights, row, H, HP, D)
+                mine = tl.load(visible + row)
+            for number in tl.range(piece - base, upto - base, num_stages=STAGES):
+                begin = number * BK
+                if ENTRIES % BK == 0:  # one page; what lies in it behind the last visible entry is read and its scores dropped
+                    page = tl.load(pages + begin // ENTRIES).to(tl.int64)
+                    inside = begin % ENTRIES + tl.arange(0, BK)
+                    code_at = inside * CODE_ROW
+                    scale_at = inside * SCALE_ROW
+                    p0, p1, p2, p3 = key_codes(codes + page * code_block, code_at, D, BK, SPLIT)
+                    s0, s1, s2, s3 = key_scales(scales + page * scale_block, scale_at, D, WORD)
+                else:
+                    entry = begin + tl.arange(0, BK)
+                    page = tl.load(pages + entry // ENTRIES, mask=entry < top, other=0).to(tl.int64)
+                    p0, p1, p2, p3 = key_codes(codes, page * code_block + entry % ENTRIES * CODE_ROW, D, BK, SPLIT)
+                    s0, s1, s2, s3 = key_scales(scales, page * scale_block + entry % ENTRIES * SCALE_ROW, D, WORD)
+                if SOLO:
+                    total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, FP8, ASM)
+                    put(total, begin, mine, row, out, maxima, out_stride, maxima_stride, columns, BK, SIZE, MAXIMA)
+                else:
+                    for each in range(row, last):
+                        weight = head_weights(q, weights, each, H, HP, D)
+                        r0, r1, r2, r3 = query_groups(q, each, H, HP, D, FP8, ASM)
+                        total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, r0, r1, r2, r3, weight, D, BK, FP8, ASM)
+                        theirs = tl.load(visible + each)
+                        put(total, begin, theirs, each, out, maxima, out_stride, maxima_stride, columns, BK, SIZE, MAXIMA)
+            piece = upto
+
+    @triton.jit
+    def candidates(
+        q, weights, codes, scales, table, blocks, tile_first, tile_rows, span, visible, out,
+        code_block, scale_block, table_stride, block_stride, out_stride, columns,
+        H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, CODE_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, ENTRIES: tl.constexpr,
+        SIZE: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WORD: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    ):  # fmt: skip
+        """BK columns of the one row of a tile: column c is entry blocks[row, c // SIZE] * SIZE + c % SIZE; grid (columns / BK, tiles)."""
         tile = tl.program_id(1)
         row = tl.load(tile_first + tile).to(tl.int64)
-        last = row + tl.load(tile_rows + tile)
-        column = tl.program_id(0) * BK + tl.arange(0, BK)
-        seen = tl.load(visible + tl.maximum(last - 1, row))  # the rows of a span ascend: its last one sees most
-        entry = column
-        there = column < columns
-        if RESTRICTED:
-            block = tl.load(blocks + row * block_stride + column // SIZE, mask=there, other=-1)
+        if tl.load(tile_rows + tile) > 0:
+            mine = tl.load(visible + row)
+            column = tl.program_id(0) * BK + tl.arange(0, BK)
+            block = tl.load(blocks + row * block_stride + column // SIZE, mask=column < columns, other=-1)
             entry = block * SIZE + column % SIZE
-            there = there & (block >= 0)
-        there = there & (entry < seen)
-        begin = tl.program_id(0) * BK
-        needed = begin < seen
-        if RESTRICTED:
-            needed = begin < columns
-        if needed:
-            sequence = tl.load(span + row).to(tl.int64)
-            page = tl.load(table + sequence * table_stride + entry // ENTRIES, mask=there, other=0).to(tl.int64)
-            place = entry % ENTRIES
-            group = tl.arange(0, D // 32)
-            byte = group[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-            at = page * code_block + place * code_row
-            packed = tl.load(codes + at[:, None, None] + byte, mask=there[:, None, None], other=0).to(tl.int32)
-            at = page * scale_block + place * scale_row
-            power = tl.load(scales + at[:, None] + group[None, :], mask=there[:, None], other=0).to(tl.int32)
-            power = ((power + 63) << 23).to(tl.float32, bitcast=True)[:, :, None]
-            even = (((packed & 7) << 22) | ((packed & 8) << 28)).to(tl.float32, bitcast=True)
-            odd = (((packed & 0x70) << 18) | ((packed & 0x80) << 24)).to(tl.float32, bitcast=True)
-            even = tl.reshape(even * power, [BK, D // 2]).to(DOT)
-            odd = tl.reshape(odd * power, [BK, D // 2]).to(DOT)
-            head = tl.arange(0, HP)
-            pair = tl.arange(0, D // 2) * 2
-            while row < last:
-                spot = (row * H + head)[None, :] * D + pair[:, None]
-                live = head[None, :] < H
-                low = (tl.load(q + spot, mask=live, other=0.0).to(tl.float32) * 9.223372036854775808e18).to(DOT)
-                high = (tl.load(q + spot + 1, mask=live, other=0.0).to(tl.float32) * 9.223372036854775808e18).to(DOT)
-                part = tl.dot(odd, high, tl.dot(even, low))
-                weight = tl.load(weights + row * H + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
-                if ROUND:
-                    bits = part.to(tl.int32, bitcast=True)
-                    part = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-                    part = tl.where(part < 0.0, 0.0, part) * weight
-                    bits = part.to(tl.int32, bitcast=True)
-                    part = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-                    total = tl.sum(part, 1)
-                    bits = total.to(tl.int32, bitcast=True)
-                    total = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-                else:
-                    part = part.to(tl.bfloat16).to(tl.float32)
-                    part = (tl.where(part < 0.0, 0.0, part) * weight).to(tl.bfloat16).to(tl.float32)  # a NaN stays one
-                    total = tl.sum(part, 1).to(tl.bfloat16).to(tl.float32)
-                mine = tl.load(visible + row)
-                total = tl.where(there & (entry < mine), total, float("-inf"))
-                tl.store(out + row * out_stride + column, total.to(tl.bfloat16), mask=column < columns)
-                if MAXIMA:
-                    best = tl.where(total == total, total, float("inf"))
-                    best = tl.max(tl.reshape(best, [BK // SIZE, SIZE]), 1)
-                    run = tl.program_id(0) * (BK // SIZE) + tl.arange(0, BK // SIZE)
-                    best = tl.where((run == (mine - 1) // SIZE) & (run * SIZE < mine), float("inf"), best)
-                    tl.store(maxima + row * maxima_stride + run, best.to(tl.bfloat16), mask=run * SIZE < columns)
-                row += 1
+            there = (block >= 0) & (entry < mine)
+            total = tl.zeros([BK], tl.float32)
+            if tl.max(there.to(tl.int32), 0) > 0:
+                pages = table + tl.load(span + row).to(tl.int64) * table_stride
+                page = tl.load(pages + entry // ENTRIES, mask=there, other=0).to(tl.int64)
+                inside = tl.where(there, entry % ENTRIES, 0)
+                p0, p1, p2, p3 = key_codes(codes, page * code_block + inside * CODE_ROW, D, BK, SPLIT)
+                s0, s1, s2, s3 = key_scales(scales, page * scale_block + inside * SCALE_ROW, D, WORD)
+                q0, q1, q2, q3 = query_groups(q, row, H, HP, D, FP8, ASM)
+                weight = head_weights(q, weights, row, H, HP, D)
+                total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, FP8, ASM)
+            total = tl.where(there, total, float("-inf"))
+            tl.store(out + row * out_stride + column, total.to(tl.bfloat16), mask=column < columns)
 
-    return SimpleNamespace(queries=queries, scores=scores)
+    return SimpleNamespace(queries=queries, scan=scan, candidates=candidates)

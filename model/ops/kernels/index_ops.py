@@ -1,14 +1,19 @@
 """The indexer on a GPU: rounded queries, and scores of keys that stay FP4 in the pool.
 
 References: `ops.rope.rotate` then `ops.formats.index_round` for queries, `ops.index_score.index_scores` over `ops.gather.gather_index` for
-scores. The sum over heads is taken in a fixed order that is not the reference's, so a score may be one ulp of bf16 off where the fp32 sum
-lies next to a tie; it does not depend on how many keys or rows are scored.
+scores. Sums over channels and over heads are taken in a fixed order that is not the reference's, so a score may be one ulp of bf16 off
+where an fp32 sum lies next to a tie; it does not depend on how many keys or rows are scored.
+
+By estimate, from the loop compiled for Hopper at 32 heads of 128: 500 instructions of one thread a key, 3.9 cycles of a multiprocessor
+that issues 128 a cycle, of which 194 are integer operations or conversions, at 64 a cycle 3.0; the key's 68 bytes take about 4.2 cycles
+of its share of 4.2 TB/s at 1.98 GHz. So arithmetic and memory have to overlap for a scan to come near its floor.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,9 +21,40 @@ import torch
 from torch import Tensor
 
 from forebay.model.ops.kernels import index
-from forebay.model.ops.rope import Turn
 
-KEYS = 128  # keys of one program
+QUERY_PAD = 16  # bytes behind the codes of a head: its power of two, fp32, and room that keeps heads aligned
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a scan is cut. None of it changes a score.
+
+    keys: keys of a piece, a power of two, at least 64 for the FP8 tensor cores. A piece within one page looks its page up once.
+    programs: programs of a scan for each multiprocessor. warps: of a program. stages: of the pipeline of a scan; the page and then the keys
+    take half of them each, so 3 has one piece's keys under way, 5 two; 1: none.
+    split: load all channels of a key at once and part them in registers, instead of group by group. fp8: else bf16 products.
+    """
+
+    keys: int = 128
+    programs: int = 2
+    warps: int = 4
+    stages: int = 5
+    split: bool = True
+    fp8: bool = True
+
+
+DEFAULT = Tuning()
+
+
+def tuning_space() -> list[Tuning]:
+    """Candidates for a sweep on a device."""
+    return [
+        Tuning(keys, programs, warps, stages, split)
+        for keys, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
+        for programs in (2, 3, 4)
+        for stages in (1, 3, 5, 7)
+        for split in (True, False)
+    ] + [Tuning(fp8=False)]
 
 
 class Keys(NamedTuple):
@@ -35,24 +71,47 @@ class Keys(NamedTuple):
 class Tiles(NamedTuple):
     """Runs of rows that share a scan: rows first[t] to first[t] + rows[t] - 1 belong to one span. Both [tiles] int32.
 
-    Decode has a tile for each span; a tile of 0 rows (padding of a captured graph) does nothing.
+    Decode has a tile for each span; a tile of 0 rows (padding of a captured graph) does nothing. At most 4,096 tiles for a scan, which
+    reads the keys of a tile once and loops over its rows: 16 to 64 rows make prefill independent of the memory's speed.
+
+    longest: no tile has more rows; 0 is not known. 1 lets a scan keep its queries in place (decode).
     """
 
     first: Tensor
     rows: Tensor
+    longest: int = 0
 
 
-def round_queries(q: Tensor, turn: Turn, out: Tensor) -> Tensor:
-    """Index queries rotated and rounded to FP4 values, [n, heads, dim] bf16 -> bf16 (exact); `out` may not be `q`.
+def empty_queries(n: int, heads: int, dim: int, device: torch.device | str) -> Tensor:
+    """Room for `round_queries`: [n, heads, dim + 16] uint8."""
+    return torch.empty((n, heads, dim + QUERY_PAD), dtype=torch.uint8, device=device)
 
-    Floor: 4 bytes a channel, 16 KB a row of 32 heads of 128.
+
+def round_queries(q: Tensor, turn: Tensor, out: Tensor) -> Tensor:
+    """Index queries rotated and rounded to FP4 values, in the form that scans read.
+
+    A head is `dim` E5M2 codes, of each group of 32 channels the even ones first, then an fp32 power of two that `index` describes. The
+    codes are exact unless a group's scale is below 2^-28 of the largest of its head, where fp32 sums would lose it too. A NaN or infinity
+    makes its group NaN.
+
+    Args:
+        q: [n, heads, dim] bf16. turn: [n, 2, pairs] fp32, of `store_ops.turn_table`.
+        out: [n, heads, dim + 16] uint8, of `empty_queries`. Returned.
+    Floor: 3 bytes a channel and 16 a head, 12.5 KB a row of 32 heads of 128, and the rotation's 8 * pairs.
     """
     n, heads, dim = q.shape
     if n:  # without fused multiply-add, as the reference rounds both products of the rotation
-        _kernels().queries[(n,)](
-            q, turn.cos, turn.sin, out, H=heads, HP=_power(heads), D=dim, W=turn.cos.shape[1], num_warps=4, enable_fp_fusion=False
-        )
+        _kernels().queries[(n,)](q, turn, out, H=heads, HP=_power(heads), D=dim, W=2 * turn.shape[2], num_warps=4, enable_fp_fusion=False)
     return out
+
+
+def query_values(q: Tensor) -> Tensor:
+    """The values that `round_queries` keeps: [n, heads, dim + 16] uint8 -> [n, heads, dim] fp32."""
+    dim = q.shape[2] - QUERY_PAD
+    codes = q[:, :, :dim].contiguous().view(torch.float8_e5m2).float()
+    power = q[:, :, dim : dim + 4].contiguous().view(torch.float32)
+    ordered = codes.unflatten(2, (-1, 2, 16)).transpose(3, 4).flatten(2)
+    return ordered * (power * 2.0**-6)
 
 
 def score_keys(
@@ -66,23 +125,48 @@ def score_keys(
     *,
     maxima: Tensor | None = None,
     size: int = 8,
+    tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Scores of all keys that a row sees; column i is entry i.
 
+    The grid is fixed and shares out what the tiles see, so the cost follows `visible`, not the capacity of `out`.
+
     Floor: 68 bytes a key of 128 channels, once for each tile (1M keys: 17 us at 4.2 TB/s), and 2 bytes a score; 2 * heads * dim FLOPs a
-    score.
+    score (8,192: 8,192 rows over 32K keys are 2.2 TFLOP, 1.5 ms at 1,424 TFLOP/s).
 
     Args:
-        q: [n, heads, dim] bf16, of `round_queries`. weights: [n, heads] bf16.
+        q: [n, heads, dim + 16] uint8, of `round_queries`. weights: [n, heads] bf16.
         span: [n] int32. visible: [n] int32, ascending within a tile.
         out: [n, m] bf16. Columns that a row does not see are -inf or, behind what its whole tile sees, left as they are. Returned.
         maxima: [n, ceil(m / size)] bf16 for the candidates: the best of each `size` columns, +inf for the newest; left alike.
     """
-    return _score(q, weights, keys, tiles, span, visible, out, None, maxima, size)
+    columns, count = out.shape[1], tiles.first.shape[0]
+    if count > 4096:
+        raise ValueError(f"a scan takes at most 4096 tiles, got {count}")
+    if tuning.keys % size:
+        raise ValueError(f"blocks of {size} columns do not fit pieces of {tuning.keys} keys")
+    if columns and count:
+        _kernels().scan[(_programs(q.device, tuning),)](
+            q, weights, keys.codes, keys.scales, keys.table, tiles.first, tiles.rows, span, visible, out, out if maxima is None else maxima,
+            keys.codes.stride(0), keys.scales.stride(0), keys.table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
+            columns, count, **_common(q, keys, tuning), SIZE=size, MAXIMA=maxima is not None, SOLO=tiles.longest == 1,
+            TILES=max(2, _power(count)), STAGES=tuning.stages, num_warps=tuning.warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
 
 
 def score_candidates(
-    q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, blocks: Tensor, size: int, out: Tensor
+    q: Tensor,
+    weights: Tensor,
+    keys: Keys,
+    tiles: Tiles,
+    span: Tensor,
+    visible: Tensor,
+    blocks: Tensor,
+    size: int,
+    out: Tensor,
+    *,
+    tuning: Tuning = DEFAULT,
 ) -> Tensor:
     """Scores of the entries of each row's candidate blocks: column c is entry blocks[row, c // size] * size + c % size.
 
@@ -92,35 +176,37 @@ def score_candidates(
         tiles: one row each. blocks: [n, pool] int32, -1 where there is none. Others as of `score_keys`.
         out: [n, pool * size] bf16, -inf where there is no visible entry. Returned.
     """
-    return _score(q, weights, keys, tiles, span, visible, out, blocks, None, size)
-
-
-def _score(
-    q: Tensor,
-    weights: Tensor,
-    keys: Keys,
-    tiles: Tiles,
-    span: Tensor,
-    visible: Tensor,
-    out: Tensor,
-    blocks: Tensor | None,
-    maxima: Tensor | None,
-    size: int,
-) -> Tensor:
-    import triton.language as tl
-
-    heads, dim = q.shape[1:]
     columns, count = out.shape[1], tiles.first.shape[0]
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if columns and count:
-        _kernels().scores[(-(-columns // KEYS), count)](
-            q, weights, keys.codes, keys.scales, keys.table, out if blocks is None else blocks, tiles.first, tiles.rows, span, visible, out,
-            out if maxima is None else maxima, keys.codes.stride(0), keys.codes.stride(1), keys.scales.stride(0), keys.scales.stride(1),
-            keys.table.stride(0), 0 if blocks is None else blocks.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
-            columns, H=heads, HP=max(16, _power(heads)), D=dim, ENTRIES=keys.codes.shape[1], SIZE=size, RESTRICTED=blocks is not None,
-            MAXIMA=maxima is not None, BK=KEYS, DOT=tl.float32 if interpreted else tl.bfloat16, ROUND=interpreted, num_warps=4,
+        _kernels().candidates[(-(-columns // tuning.keys), count)](
+            q, weights, keys.codes, keys.scales, keys.table, blocks, tiles.first, tiles.rows, span, visible, out,
+            keys.codes.stride(0), keys.scales.stride(0), keys.table.stride(0), blocks.stride(0), out.stride(0), columns,
+            **_common(q, keys, tuning), SIZE=size, num_warps=tuning.warps, enable_fp_fusion=True,
         )  # fmt: skip
     return out
+
+
+def _common(q: Tensor, keys: Keys, tuning: Tuning) -> dict[str, object]:
+    """Constants that both kernels take."""
+    heads, dim = q.shape[1], q.shape[2] - QUERY_PAD
+    if dim not in (32, 64, 128):
+        raise ValueError(f"index keys have 32, 64 or 128 channels, got {dim}")
+    scales, interpreted = keys.scales, _interpreted()
+    word = scales.stride(0) % 4 == 0 and scales.stride(1) % 4 == 0 and scales.data_ptr() % 4 == 0
+    return {
+        "H": heads, "HP": max(16, _power(heads)), "D": dim, "CODE_ROW": keys.codes.stride(1), "SCALE_ROW": scales.stride(1),
+        "ENTRIES": keys.codes.shape[1], "BK": tuning.keys, "SPLIT": tuning.split, "WORD": word, "FP8": tuning.fp8, "ASM": not interpreted,
+    }  # fmt: skip
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _programs(device: torch.device, tuning: Tuning) -> int:
+    if device.type != "cuda":
+        return 3  # the interpreter runs them one after another
+    return tuning.programs * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _power(x: int) -> int:
@@ -129,7 +215,7 @@ def _power(x: int) -> int:
 
 
 def _kernels() -> SimpleNamespace:
-    return index.load(os.environ.get("TRITON_INTERPRET") == "1")
+    return index.load(_interpreted())
 
 
 def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callable[..., object], int, int]]:
@@ -148,7 +234,8 @@ def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callab
             scales = pool.as_strided((pages, 128, 4), (113_920, 4, 1), 45_056)
             scales.copy_(torch.randint(118, 124, scales.shape, dtype=torch.uint8, device=device))
             table = (torch.randperm(pages - 1, device=device) + 1).to(torch.int32).view(spans, -1)
-            q = torch.randint(-6, 7, (n, 32, 128), device=device).to(torch.bfloat16)
+            turn = torch.tensor([1.0, 0.0], device=device).view(1, 2, 1).expand(n, 2, 32).contiguous()
+            q = round_queries(torch.randn((n, 32, 128), device=device).to(torch.bfloat16), turn, empty_queries(n, 32, 128, device))
             weights = torch.rand((n, 32), device=device).to(torch.bfloat16)
             step = 1 if restricted else rows
             first = torch.arange(0, n, step, dtype=torch.int32, device=device)
@@ -156,18 +243,26 @@ def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callab
             visible = torch.full((n,), m, dtype=torch.int32, device=device)
             blocks = torch.rand((n, m // 8), device=device).topk(2048).indices.sort().values.to(torch.int32) if restricted else None
             out = torch.empty((n, columns), dtype=torch.bfloat16, device=device)
-            return q, weights, Keys(codes, scales, table), Tiles(first, torch.full_like(first, step)), span, visible, blocks, out
+            return q, weights, Keys(codes, scales, table), Tiles(first, torch.full_like(first, step), step), span, visible, blocks, out
 
         def run(
-            q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, blocks: Tensor | None, out: Tensor
-        ) -> Tensor:
+            q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, blocks: Tensor | None, out: Tensor,
+            tuning: Tuning = DEFAULT,
+        ) -> Tensor:  # fmt: skip
             if blocks is None:
-                return score_keys(q, weights, keys, tiles, span, visible, out)
-            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out)
+                return score_keys(q, weights, keys, tiles, span, visible, out, tuning=tuning)
+            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out, tuning=tuning)
 
         read = n * columns * 68 if restricted else spans * m * 68
         name = f"index {'candidates' if restricted else 'scan'}, {spans} x {rows} rows, {m} keys"
         return name, inputs, run, read + 2 * n * columns, 2 * 32 * 128 * n * columns
 
     million = 1 << 20
-    return [case(1, 1, million, False), case(8, 1, million // 8, False), case(1, 64, 65536, False), case(8, 1, million // 8, True)]
+    return [
+        case(1, 1, million, False),
+        case(1, 1, 4096, False),
+        case(64, 1, 16384, False),
+        case(8, 1, million // 8, False),
+        case(1, 64, 65536, False),
+        case(8, 1, million // 8, True),
+    ]

@@ -2,7 +2,8 @@
 
 Inputs of a step, all on the device: `position` [n] int64; `span` [n] int32, the sequence of each row, -1 for a row that pads a batch and
 writes nothing but its own fresh row; and per sequence, int32: `start` and `stop`, its positions in the batch; `offset`, its first row;
-`slot`, its window slot. Nothing here waits for the device or allocates, so every call can be captured in a graph.
+`slot`, its window slot; `floor`, the lowest position read in a window; `write_from`, the position below which no entry is written; `table`
+[spans, blocks], its blocks of the pool. Nothing here waits for the device or allocates, so every call can be captured in a graph.
 
 The kernels are in `store`, and run on CPU tensors too while TRITON_INTERPRET=1. Bytes equal those of `formats`, `rms_norm`, `rope` and
 `compress`, but where a sum in another order moves a number across the border of two codes.
@@ -11,16 +12,29 @@ The kernels are in `store`, and run on CPU tensors too while TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_LARGE = 2048  # rows from which tiles are made for throughput
+from forebay.model.ops.kernels.case import Case
+
+MANY = 2048  # rows from which tiles are made for throughput
+WINDOW_FEW, WINDOW_MANY = (1, 1, 4, 2048), (4, 4, 4, 256)  # window rows and latents of a program, warps, channels of a latent at a time
+HARDWARE_CAST = True  # E4M3 codes of window rows and latents; with False they are computed as in the interpreter, byte for byte
+ENTRIES_FEW, ENTRIES_MANY = (16, 8), (64, 8)  # rows of a program, warps
+
+
+def tuning_space() -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Module constants that a sweep may set, and values worth trying."""
+    return {
+        "WINDOW_FEW": ((1, 1, 4, 2048), (1, 1, 8, 2048), (1, 1, 4, 256), (2, 1, 4, 2048)),
+        "WINDOW_MANY": ((4, 4, 4, 256), (4, 2, 4, 2048), (8, 8, 4, 256), (2, 4, 4, 256), (2, 2, 2, 256), (4, 8, 8, 256)),
+        "ENTRIES_FEW": ((16, 4), (16, 8)),
+        "ENTRIES_MANY": ((16, 4), (16, 8), (32, 4), (32, 8), (64, 4), (64, 8)),
+    }
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,9 @@ class Step:
     stop: Tensor
     offset: Tensor
     slot: Tensor
+    floor: Tensor
+    write_from: Tensor
+    table: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,20 +120,20 @@ def store_window(
         codes, scales: [n, q_lora] and [n, q_lora/32] uint8, out: the query latent as FP8.
         values: [n, q_lora] bf16, out: the numbers that `codes` and `scales` stand for.
     Floor: at 1,280 and 512 channels 3,584 B read, 528 B written for the window (1,056 B with `ring`), 1,320 B for codes, 2,560 B for
-    values; 256 B of rotations a row. About 25 integer operations a channel, 45 KFLOP a row.
+    values; 256 B of rotations a row.
     """
     n, dim, lora = low_kv.shape[0], low_kv.shape[1], low_q.shape[1]
     if not n:
         return
     k = _kernels()
-    rows = (4, 2, 4) if n >= _LARGE else (1, 1, 4)
+    rows = WINDOW_MANY if n >= MANY else WINDOW_FEW
     k.window_store[(k.cdiv(n, rows[0]) + k.cdiv(n, rows[1]),)](
         low_q, low_kv, low_q.stride(0), low_kv.stride(0), q_norm, kv_norm, turn, step.position, step.span, step.stop, step.slot,
         fresh, fresh if ring is None else ring, 0 if ring is None else ring.stride(0),
         fresh if codes is None else codes, fresh if scales is None else scales, low_q if values is None else values, n, eps,
-        Q=lora, QP=max(32, _power(lora)), KV=dim, KP=max(32, _power(dim)), PAIRS=turn.shape[-1], ROW=fresh.shape[1],
+        Q=lora, CH=min(rows[3], max(32, _power(lora))), KV=dim, KP=max(32, _power(dim)), PAIRS=turn.shape[-1], ROW=fresh.shape[1],
         WINDOW=1 if ring is None else ring.shape[1], RING=ring is not None, CODES=codes is not None, VALUES=values is not None,
-        BK=rows[0], BQ=rows[1], BITS=_interpreted(), num_warps=rows[2], enable_fp_fusion=False,
+        BK=rows[0], BQ=rows[1], BITS=_interpreted(), CAST=HARDWARE_CAST and not _interpreted(), num_warps=rows[2], enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -163,8 +180,6 @@ def store_entries(
     eps: float,
     step: Step,
     rows: Tensor,
-    write_from: Tensor,
-    tables: Tensor,
     pool: Tensor,
     planes: SourcePlanes,
     pending: Tensor | None = None,
@@ -177,8 +192,7 @@ def store_entries(
         norm: [dim]; wk: [index dim, dim] bf16; k_norm: [index dim].
         turn: of `turn_table` with this ratio, indexed by row.
         rows: [m] int32, rows in any order, -1 for none: `acting_rows` or more. Each at most once.
-        write_from: [spans] int32: entries of positions below it are not written.
-        tables: [spans, blocks] int32. pool: [blocks, block bytes] uint8.
+        pool: [blocks, block bytes] uint8.
         pending: ratio 2: [slots, 1, 2, dim] fp32, this source's open tokens, read and written.
         pooled: ratio 2: [m, dim] bf16, working memory.
     Floor at 512 and 128 channels: ratio 1, 1,024 B read and 356 B written an entry, 131 KFLOP; ratio 2, 8,192 B read and 356 B written
@@ -192,36 +206,35 @@ def store_entries(
     if not m:
         return
     k = _kernels()
-    tile, warps = (64, 8) if planes.ratio == 1 and m >= _LARGE else (16, 8)
+    tile, warps = ENTRIES_MANY if planes.ratio == 1 and m >= MANY else ENTRIES_FEW
     k.entry_store[(k.cdiv(m, tile),)](
         source, source.stride(0), source if pooled is None else pooled, norm, wk, k_norm, turn, rows, m, step.position, step.span,
-        step.start, step.stop, step.offset, write_from, step.slot, tables, tables.stride(0), source if pending is None else pending,
-        0 if pending is None else pending.stride(0), pool, pool.stride(0), planes.main_codes, planes.main_scales, planes.index_codes,
-        planes.index_scales, eps,
+        step.start, step.stop, step.offset, step.write_from, step.slot, step.table, step.table.stride(0),
+        source if pending is None else pending, 0 if pending is None else pending.stride(0), pool, pool.stride(0),
+        planes.main_codes, planes.main_scales, planes.index_codes, planes.index_scales, eps,
         R=planes.ratio, DIM=dim, CH=min(128, max(32, _power(dim))), INDEX=index, IP=max(32, _power(index)), PAIRS=turn.shape[-1],
         PER_BLOCK=planes.per_block, BR=tile, DOT=k.tl.float32 if _interpreted() else k.tl.bfloat16, BITS=_interpreted(),
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-Case = tuple[str, Callable[[torch.device], Any], Callable[[Any], None], int, int]
-
-
 def bench_cases() -> list[Case]:
-    """(name, make inputs on a device, run them, floor in bytes, FLOPs) at the real dimensions."""
+    """Decode and prefill batches at the real dimensions."""
     cases: list[Case] = []
     for n in (1, 64, 8192):
         window_bytes = n * (3584 + 528 + 1320 + 256) + (n * 528 if n <= 64 else 0)
-        cases.append((f"store_window n={n}", partial(_bench_inputs, n, 1), _bench_window, window_bytes, 0))
-        cases.append((f"keep_window n={n}", partial(_bench_inputs, n, 1), _bench_keep, 1056 * n, 0))
+        cases.append(Case(f"store_window n={n}", partial(_bench_inputs, n, 1), _bench_window, window_bytes, 0))
+        cases.append(Case(f"keep_window n={n}", partial(_bench_inputs, n, 1), _bench_keep, 1056 * n, 0))
         for ratio in (1, 2):
             entries = n if n <= 64 else n // ratio
             size = entries * ((1024 if ratio == 1 else 8192) + 356 + 256) + 131072
-            cases.append((f"store_entries ratio={ratio} n={n}", partial(_bench_inputs, n, ratio), _bench_entries, size, 131072 * entries))
+            cases.append(
+                Case(f"store_entries ratio={ratio} n={n}", partial(_bench_inputs, n, ratio), _bench_entries, size, 131072 * entries)
+            )
     return cases
 
 
-def _bench_inputs(n: int, ratio: int, device: torch.device) -> SimpleNamespace:
+def _bench_inputs(n: int, ratio: int, device: torch.device) -> tuple[SimpleNamespace]:
     """Up to 64 rows: as many sequences, each at an odd position. More: 64 sequences of like length."""
     spans = min(n, 64)
     length = n // spans
@@ -230,27 +243,29 @@ def _bench_inputs(n: int, ratio: int, device: torch.device) -> SimpleNamespace:
     position = (start[:, None] + torch.arange(length)).flatten()
     span = torch.arange(spans).repeat_interleave(length)
     i32 = [x.to(device, torch.int32) for x in (span, start, start + length, torch.arange(spans) * length, torch.arange(spans) + 1)]
-    step = Step(position.to(device), *i32)
     per_block, size = 128 // ratio, 113920
     blocks = 33 + length // 128
+    table = torch.randperm(spans * blocks, generator=g).view(spans, blocks).to(device, torch.int32)
+    i32 += [torch.zeros_like(i32[1]), torch.zeros_like(i32[1]), table]
+    step = Step(position.to(device), *i32)
     wide = torch.randn((n, 1792), generator=g).to(device, torch.bfloat16)
     bytes_ = per_block * 256, per_block * 288, per_block * 352
     turn = torch.empty((n, 2, 32), device=device)
     turn_table(step.position, torch.logspace(0, -4, 32, device=device), ratio, turn)
     source = torch.randn((n, 512 if ratio == 1 else 1024), generator=g).to(device, torch.bfloat16 if ratio == 1 else torch.float32)
     rows = acting_rows(position, start[span], start[span] + length, ratio).to(device)
-    return SimpleNamespace(
+    bench = SimpleNamespace(
         step=step, wide=wide, turn=turn, source=source, rows=rows, n=n,
         q_norm=torch.ones(1280, device=device), kv_norm=torch.ones(512, device=device), k_norm=torch.ones(128, device=device),
-        wk=torch.randn((128, 512), generator=g).to(device, torch.bfloat16), write_from=torch.zeros(spans, dtype=torch.int32, device=device),
+        wk=torch.randn((128, 512), generator=g).to(device, torch.bfloat16),
         fresh=torch.empty((n, 528), dtype=torch.uint8, device=device),
         ring=torch.zeros((spans + 1, 128, 528), dtype=torch.uint8, device=device),
         codes=torch.empty((n, 1280), dtype=torch.uint8, device=device), scales=torch.empty((n, 40), dtype=torch.uint8, device=device),
-        tables=torch.randperm(spans * blocks, generator=g).view(spans, blocks).to(device, torch.int32),
         pool=torch.zeros((spans * blocks, size), dtype=torch.uint8, device=device),
         planes=SourcePlanes(ratio, per_block, 0, *bytes_), pending=torch.zeros((spans + 1, 1, 2, 512), device=device),
         pooled=torch.empty((n, 512), dtype=torch.bfloat16, device=device),
     )  # fmt: skip
+    return (bench,)
 
 
 def _bench_window(b: SimpleNamespace) -> None:
@@ -266,6 +281,6 @@ def _bench_keep(b: SimpleNamespace) -> None:
 def _bench_entries(b: SimpleNamespace) -> None:
     gated = b.planes.ratio == 2
     store_entries(
-        b.source, b.kv_norm, b.wk, b.k_norm, b.turn, 1e-6, b.step, b.rows, b.write_from, b.tables, b.pool,
-        b.planes, b.pending if gated else None, b.pooled if gated else None,
+        b.source, b.kv_norm, b.wk, b.k_norm, b.turn, 1e-6, b.step, b.rows, b.pool, b.planes,
+        b.pending if gated else None, b.pooled if gated else None,
     )  # fmt: skip

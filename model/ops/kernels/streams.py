@@ -69,7 +69,18 @@ def load(interpreted: bool) -> SimpleNamespace:
         if PROJECT:
             inside = (column < N)[:, None] & (dim < D)[None, :]
             w = tl.load(fn + column[:, None] * (S * D) + K * D + dim[None, :], mask=inside, other=0.0)
-            acc = tl.dot(t, tl.trans(w), acc, input_precision="tf32x3")
+            if EXACT:
+                acc = tl.dot(t, tl.trans(w), acc, input_precision="ieee")
+            else:  # t is bf16 and w the sum of three bf16 numbers of 8 bits, cut off one after the other: the products are exact
+                rest = w - (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+                least = rest - (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+                high = (w.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+                middle = (rest.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+                low = (least.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+                b = t.to(tl.bfloat16)
+                acc = tl.dot(b, tl.trans(low), acc)
+                acc = tl.dot(b, tl.trans(middle), acc)
+                acc = tl.dot(b, tl.trans(high), acc)
             square += tl.sum(t * t, 1)
         if COLLAPSE:
             c += weight[:, None] * t
@@ -166,15 +177,15 @@ def load(interpreted: bool) -> SimpleNamespace:
                 x0 = t0
                 x1 = t1
             c = tl.zeros([BR, BD], tl.float32)
-            c, acc, square = _stream(
-                x0, at, mask, column, dim, out, fn, p0, c, acc, square, 0, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
-            c, acc, square = _stream(
-                x1, at, mask, column, dim, out, fn, p1, c, acc, square, 1, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
+            c, acc, square = _stream(x0, at, mask, column, dim, out, fn, p0, c, acc, square, 0, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
+            c, acc, square = _stream(x1, at, mask, column, dim, out, fn, p1, c, acc, square, 1, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
             if S == 4:
                 c, acc, square = _stream(
-                    x2, at, mask, column, dim, out, fn, p2, c, acc, square, 2, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
+                    x2, at, mask, column, dim, out, fn, p2, c, acc, square, 2, S, D, N, STORE, PROJECT, COLLAPSE, EXACT
+                )
                 c, acc, square = _stream(
-                    x3, at, mask, column, dim, out, fn, p3, c, acc, square, 3, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
+                    x3, at, mask, column, dim, out, fn, p3, c, acc, square, 3, S, D, N, STORE, PROJECT, COLLAPSE, EXACT
+                )
             if COLLAPSE:
                 c = _bf16(c, EXACT)
                 inner += tl.sum(c * c, 1)
@@ -249,14 +260,16 @@ def load(interpreted: bool) -> SimpleNamespace:
 
     @triton.jit
     def engram_gather(
-        codes, scales, ids, rounded, out_codes, out_scales, rows,
-        W: tl.constexpr, BR: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
+        codes, scales, ids, rounded, out_codes, out_scales, rows, modulo,
+        W: tl.constexpr, BR: tl.constexpr, FOLD: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
     ):  # fmt: skip
         """BR table rows of W = 32 * G columns each: read, widened to bf16 and FP8-rounded as the input of `wkv`."""
         G: tl.constexpr = W // 32
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         live = row < rows
         place = tl.load(ids + row, mask=live, other=0)
+        if FOLD:
+            place = place % modulo
         group = tl.arange(0, G)
         d = group[:, None] * 32 + tl.arange(0, 32)[None, :]
         mask = live[:, None, None]

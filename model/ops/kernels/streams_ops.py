@@ -17,7 +17,7 @@ from torch import Tensor
 from forebay.model.ops.hyper_connections import Coefficients
 
 GROUP = 32
-_PROGRAMS = 132  # as many as an H200 has multiprocessors, at least, when rows and columns allow
+_PROGRAMS = 264  # the most that `Tuning.programs` can ask for; buffers are made for so many
 _TAIL = 1024  # values a warp takes in one round of the norm
 
 
@@ -64,15 +64,40 @@ class Tiles(NamedTuple):
     warps: int
 
 
-def tiles(n: int, width: int) -> Tiles:
+class Tuning(NamedTuple):
+    """What `tiles` may be told: rows of a tile, columns of a tile, programs there should be at least, warps (0: by the rows), stages."""
+
+    rows: int = 16
+    columns: int = 32
+    programs: int = 132  # as many as an H200 has multiprocessors
+    warps: int = 0
+    stages: int = 2
+
+
+def tuning_space(n: int) -> list[Tuning]:
+    """What a sweep on a new machine should try for n rows; the first is what is used without one."""
+    first = default_tuning(n)
+    if n <= 128:
+        others = [Tuning(16, c, p, w, s) for c in (16, 32, 64) for p in (66, 132, 264) for w in (2, 4, 8) for s in (1, 2, 3)]
+    else:
+        others = [Tuning(r, c, 132, w, s) for r in (16, 32, 64) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2, 3, 4)]
+    return [first, *(t for t in others if t != first)]
+
+
+def default_tuning(n: int) -> Tuning:
+    return Tuning() if n <= 1024 else Tuning(stages=3)
+
+
+def tiles(n: int, width: int, tuning: Tuning | None = None) -> Tiles:
     """Few rows: a program has one tile and the last one ends the row block. Many: a program has its rows to itself."""
-    rows = 16 if n <= 1024 else 32
+    tuned = tuning or default_tuning(n)
+    rows, programs = tuned.rows, min(tuned.programs, _PROGRAMS)
     blocks = -(-n // rows)
-    columns = min(32, _power(width))  # wider tiles spill registers on sm_90
+    columns = min(tuned.columns, _power(width))  # wider tiles spill registers on sm_90
     most = -(-width // columns)
-    splits = min(most, max(1, -(-_PROGRAMS // blocks))) if blocks < _PROGRAMS // 2 else 1
+    splits = min(most, max(1, -(-programs // blocks))) if blocks < programs // 2 else 1
     chunk = -(-most // splits) * columns
-    return Tiles(rows, columns, chunk, -(-width // chunk), min(rows, _power(n)), rows // 4)
+    return Tiles(rows, columns, chunk, -(-width // chunk), min(rows, _power(n)), tuned.warps or rows // 4)
 
 
 class StreamStep:
@@ -80,7 +105,7 @@ class StreamStep:
 
     Floor of a whole step at D = 5120, S = 4: 41 KB of streams read and written, y 10 KB and the input 10 KB written: 102,400 bytes a row
     (FP8 codes 5.3 KB more), 24 us for 1,024 rows at 4.2 TB/s; fn is 1.97 MB a launch. 0.98 MFLOP a row for the projection, three times
-    that on the tensor cores (TF32 in three parts).
+    that on the tensor cores (fn in three parts of bf16).
     """
 
     def __init__(
@@ -91,7 +116,9 @@ class StreamStep:
         self.streams, self.width, self.eps, self.hc_eps, self.iterations = streams, width, eps, hc_eps, iterations
         self.count = 2 * streams + streams * streams
         self.padded = max(16, _power(self.count + 2))
-        need = max(tiles(n, width).splits * n for n in (*range(1, min(max_rows, 2200) + 1), max_rows))
+        self.tuning: Tuning | None = None  # None: by the number of rows
+        need = min(16 * _PROGRAMS + 2 * 64 * -(-_PROGRAMS // 2), max_rows * -(-width // 16))
+        need = max(need, max_rows)
         self.partial = torch.empty(need * self.padded, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(-(-max_rows // 16), dtype=torch.int32, device=device)
 
@@ -133,7 +160,8 @@ class StreamStep:
         n = any_tensor.shape[0]
         if n == 0:
             return
-        t = tiles(n, self.width)
+        tuned = self.tuning or default_tuning(n)
+        t = tiles(n, self.width, tuned)
         meets = following is not None or norm is not None
         if t.splits * n * self.padded > self.partial.numel():
             raise ValueError(f"{n} rows are more than these buffers were made for")
@@ -151,19 +179,19 @@ class StreamStep:
             SPLITS=t.splits, TR=t.tail, TS=max(1, min(_power(t.splits), tail // self.padded)), TG=groups,
             ITERATIONS=self.iterations, FIRST=tokens is not None, MIX=post is not None, STORE=out is not None,
             PROJECT=following is not None, COLLAPSE=into is not None, NORM=meets and norm is not None,
-            ROUNDED=rounded is not None, CODES=codes is not None, EXACT=_interpreted(), num_warps=t.warps, num_stages=2,
+            ROUNDED=rounded is not None, CODES=codes is not None, EXACT=_interpreted(), num_warps=t.warps, num_stages=tuned.stages,
         )  # fmt: skip
 
 
 def engram_gather(
     codes: Tensor, scales: Tensor, ids: Tensor, rounded: Tensor | None = None, out_codes: Tensor | None = None,
-    out_scales: Tensor | None = None,
+    out_scales: Tensor | None = None, *, modulo: int | None = None,
 ) -> None:  # fmt: skip
     """FP8-rounded table rows, the input of an Engram's `wkv`.
 
     codes [rows, width] and scales [rows, width/32] uint8 on the device or in pinned host memory; ids [n, columns] int64 on the device ->
     rounded [n, columns * width] bf16 and, or, out_codes of the same shape with out_scales [n, columns * width / 32], both uint8. A value
-    that is not a number makes its group so (codes 0x7F).
+    that is not a number makes its group so (codes 0x7F). With `modulo`, at most the table's rows, ids (not negative) count modulo that.
 
     Floor: 24 rows of 264 bytes read (over the host link if the table is there) and 12,288 bytes written a token (6,336 as codes).
     """
@@ -173,14 +201,12 @@ def engram_gather(
     k, block = _kernels(), 4
     targets = tuple(ids if a is None else a for a in (rounded, out_codes, out_scales))
     k.engram_gather[(-(-rows // block),)](
-        codes, scales, ids, *targets, rows, W=width, BR=block, ROUNDED=rounded is not None, CODES=out_codes is not None,
-        EXACT=_interpreted(), num_warps=2,
+        codes, scales, ids, *targets, rows, modulo or 1, W=width, BR=block, FOLD=modulo is not None,
+        ROUNDED=rounded is not None, CODES=out_codes is not None, EXACT=_interpreted(), num_warps=2,
     )  # fmt: skip
 
 
-def engram_gate(
-    streams: Tensor, z: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, text_mask: Tensor | None, out: Tensor
-) -> None:
+def engram_gate(streams: Tensor, z: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, text_mask: Tensor | None, out: Tensor) -> None:
     """`engram_gate.engram_gate` for z [n, (S + 1) * D] bf16 as `wkv` gives it; weights [S, D]; out [n, S, D] bf16 may be `streams`.
 
     text_mask: [n] uint8 or bool. Floor: 133,120 bytes a row at D = 5120, S = 4, the value read once; weights 82 KB a launch.

@@ -12,7 +12,7 @@ from forebay.model.ops import formats
 from forebay.model.ops.gather import entry_places, gather_index
 from forebay.model.ops.index_score import index_scores
 from forebay.model.ops.kernels import index_ops
-from forebay.model.ops.kernels.index_ops import Keys, Tiles
+from forebay.model.ops.kernels.index_ops import Keys, Tiles, Tuning
 from forebay.model.ops.rope import inverse_frequencies, rotate, turn_at
 from forebay.model.ops.select import block_maxima
 
@@ -35,11 +35,31 @@ def test_queries(heads: int, dim: int, width: int) -> None:
     q[4] *= 6 * 448
     q[0, 0, 0] = torch.nan
     q = q.to(torch.bfloat16)
-    turn = turn_at(torch.tensor([0, 1, 77, 0, 1_000_000]), inverse_frequencies(width, 160000.0))
-    expected = formats.index_round(rotate(q, turn))
-    found = index_ops.round_queries(q, turn, torch.empty_like(q)).float()
-    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert torch.equal(found.isnan(), expected.isnan())
+    frequencies = inverse_frequencies(width, 160000.0)
+    position = torch.tensor([0, 1, 77, 0, 1_000_000])
+    turn = turn_table(position, frequencies)
+    expected = formats.index_round(rotate(q, turn_at(position, frequencies)))
+    found = index_ops.query_values(index_ops.round_queries(q, turn, index_ops.empty_queries(5, heads, dim, "cpu")))
+    whole = expected.isnan().unflatten(-1, (-1, 32)).any(-1, keepdim=True).expand(-1, -1, -1, 32).flatten(2)
+    assert torch.equal(found.isnan(), whole) and whole.any()
+    assert torch.equal(found[~whole], expected[~whole])
+
+
+def test_queries_of_unlike_groups() -> None:
+    """A group of 2^-28 of the largest of its head is still exact, E5M2's least codes included."""
+    q = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -6.0]).repeat(16).view(1, 1, 128).repeat(1, 2, 1)
+    q[0, 0, 32:64] *= 2.0**-28
+    q[0, 1, :96] *= 2.0**-9
+    q = q.to(torch.bfloat16)
+    turn = turn_table(torch.zeros(1, dtype=torch.int64), inverse_frequencies(64, 160000.0))
+    found = index_ops.query_values(index_ops.round_queries(q, turn, index_ops.empty_queries(1, 2, 128, "cpu")))
+    assert torch.equal(found, q.float())
+
+
+def turn_table(position: Tensor, frequencies: Tensor) -> Tensor:
+    """As `store_ops.turn_table` lays it out, of the reference's numbers."""
+    turn = turn_at(position, frequencies)
+    return torch.stack((turn.cos[:, ::2], turn.sin[:, 1::2]), 1).contiguous()
 
 
 class Problem:
@@ -71,7 +91,10 @@ class Problem:
         return scores.masked_fill(entries < 0, -INF)
 
     def args(self) -> tuple[Tensor, Tensor, Keys]:
-        return self.q.to(torch.bfloat16), self.weights, self.keys
+        n, heads, dim = self.q.shape
+        turn = torch.tensor([1.0, 0.0]).view(1, 2, 1).repeat(n, 1, dim // 4)
+        q = index_ops.round_queries(self.q.to(torch.bfloat16), turn, index_ops.empty_queries(n, heads, dim, "cpu"))
+        return q, self.weights, self.keys
 
 
 def assert_scores(found: Tensor, expected: Tensor, exact: bool) -> None:
@@ -106,8 +129,22 @@ def test_scan(heads: int, dim: int, entries: int, exact: bool) -> None:
     assert torch.equal(runs, best)
     alone = torch.full_like(out, -INF)  # a row's scores are the same whoever shares its scan
     one = torch.ones(1, dtype=torch.int32)
-    index_ops.score_keys(*p.args(), Tiles(one, one), p.span, p.visible, alone)
+    index_ops.score_keys(*p.args(), Tiles(one, one, 1), p.span, p.visible, alone)
     assert torch.equal(alone[1], out[1]) and (alone[0] == -INF).all()
+
+
+def test_tuning_changes_no_score() -> None:
+    """Lone rows of unlike lengths in one scan, behind a tile that sees nothing; `out` is shorter than what some of them see."""
+    visible = [0, 290, 5, 128, 129]
+    p = Problem(4, 128, 64, visible, [0, 1, 0, 1, 0], exact=False, seed=5)
+    tiles = Tiles(torch.arange(5, dtype=torch.int32), torch.ones(5, dtype=torch.int32), 1)
+    found = []
+    for tuning in (Tuning(), Tuning(keys=64, split=False), Tuning(keys=32, fp8=False)):
+        out = torch.full((5, 200), -INF, dtype=torch.bfloat16)
+        found.append(index_ops.score_keys(*p.args(), tiles, p.span, p.visible, out, tuning=tuning))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    column = torch.arange(200).expand(5, 200)
+    assert_scores(found[0], p.expected(column.masked_fill(column >= p.visible.unsqueeze(1), -1)), False)
 
 
 def test_candidates() -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from forebay.model.experts import RoutedExperts
 from forebay.model.ops import formats
 from forebay.model.ops.backend import SERVING
-from forebay.model.ops.kernels import moe_ops
-from forebay.model.ops.kernels.moe_ops import Meeting
+from forebay.model.ops.kernels import moe, moe_ops
+from forebay.model.ops.kernels.moe_ops import Meeting, Tuning
 from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, TileCache, quantised_linear
 from forebay.model.ops.router import route
+from forebay.model.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
 CACHE = TileCache(1 << 20)
@@ -31,6 +32,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def bytes_of(*shape: int, low: int = 0, high: int = 256, seed: int = 0) -> Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def fp8_codes(*shape: int) -> Tensor:
+    codes = bytes_of(*shape)
+    codes[(codes & 127) == 127] = 7
+    return codes
 
 
 def assert_near(here: Tensor, there: Tensor) -> None:
@@ -53,6 +60,18 @@ def test_route(n: int, d: int, experts: int, topk: int, normalise: bool) -> None
         want, factors = route(x.float() @ gate.float().T / 2.0, lean, topk, 1.5, normalise=normalise)
         assert torch.equal(indices.long(), want)
         assert torch.allclose(weights, factors, rtol=1e-4, atol=1e-9)
+        assert not meeting.arrived.any()
+
+
+def test_route_of_padding() -> None:
+    x, gate, bias = random(4, 64).bfloat16(), random(8, 64, seed=1).bfloat16(), random(8, seed=2)
+    found = [(torch.empty((4, 2), dtype=torch.int32), torch.empty((4, 2))) for _ in range(2)]
+    meeting = Meeting(4096, 1, "cpu")
+    for (indices, weights), position in zip(found, (None, torch.tensor([5, -1, 0, -1])), strict=True):
+        moe_ops.route(x, gate, bias, bias, None, indices, weights, meeting, scale=1.5, normalise=True, position=position)
+    (indices, weights), (padded, nothing) = found
+    assert torch.equal(padded[::2], indices[::2]) and torch.equal(nothing[::2], weights[::2])
+    assert padded[1::2].eq(-1).all() and not nothing[1::2].any()
 
 
 def test_route_equal_scores_take_the_lower_expert() -> None:
@@ -74,6 +93,11 @@ def test_sort_assignments(n: int, topk: int, experts: int) -> None:
     flat = indices.flatten()
     assert torch.equal(order.long(), flat.argsort(stable=True))
     assert offsets.tolist() == [0, *flat.long().bincount(minlength=experts).cumsum(0).tolist()]
+    indices[0] = -1  # padding
+    moe_ops.sort_assignments(indices, experts, order, offsets)
+    rest = indices.flatten()[topk:].long()
+    assert offsets.tolist() == [0, *rest.bincount(minlength=experts).cumsum(0).tolist()]
+    assert torch.equal(order[: len(rest)].long(), rest.argsort(stable=True) + topk)
 
 
 @pytest.mark.parametrize(
@@ -90,19 +114,37 @@ def test_experts(n: int, d: int, inter: int, experts: int, topk: int, limit: flo
         (Mxfp4Weight(up[0][e, :inter], up[1][e, :inter], CACHE), Mxfp4Weight(down[0][e], down[1][e], CACHE),
          Mxfp4Weight(up[0][e, inter:], up[1][e, inter:], CACHE)) for e in range(experts)
     ]  # fmt: skip
-    want = RoutedExperts(kept, CACHE, limit)(x.float(), indices.long(), weights)
+    routed = RoutedExperts(kept, CACHE, limit)(x.float(), indices.long(), weights)
+    s_up = fp8_codes(2 * inter, d), bytes_of(2 * inter // 32, d // 32, low=116, high=122)
+    s_down = fp8_codes(d, inter), bytes_of(d // 32, inter // 32, low=116, high=122)
+    gate, rise = quantised_linear(x.float(), Fp8Weight(*s_up, CACHE)).chunk(2, -1)
+    shared = quantised_linear(formats.fp8_round(swiglu(gate, rise, limit)), Fp8Weight(*s_down, CACHE)).float()
     meeting = Meeting(1, 4, "cpu")
-    for shared in (None, random(n, d, seed=9).bfloat16()):
-        h, parts = torch.empty((n * topk, inter), dtype=torch.bfloat16), torch.empty((n * topk, d), dtype=torch.bfloat16)
-        out = torch.empty((n, d), dtype=torch.bfloat16)
-        moe_ops.experts(x, up, down, indices, weights, limit, shared, h, parts, out, meeting)
-        assert_near(out, (want if shared is None else want + shared.float()).bfloat16())
+    h, parts = torch.empty((n * (topk + 1), inter), dtype=torch.bfloat16), torch.empty((n * (topk + 1), d), dtype=torch.bfloat16)
+    for tuning in (None, Tuning(rows=64, slots=2, groups=8, sum_rows=4)):
+        out = torch.full((n, d), torch.nan, dtype=torch.bfloat16)
+        args = (s_up, s_down, h, parts, out, meeting)
+        moe_ops.experts(x, up, down, indices, weights, limit, *args, up_tuning=tuning, down_tuning=tuning)
+        assert_near(out, (routed + shared).bfloat16())
+        assert not meeting.arrived.any()
+    moe_ops.experts(x, up, down, indices, weights, limit, None, None, h[: n * topk], parts[: n * topk], out, meeting)
+    assert_near(out, routed.bfloat16())
+    if n > 1:  # padding: nothing of it is looked at, and it is nothing
+        want = out.clone()
+        want[1], indices[1] = 0, -1
+        h.fill_(torch.nan)
+        parts.fill_(torch.nan)
+        moe_ops.experts(x, up, down, indices, weights, limit, None, None, h, parts, out, meeting)
+        assert torch.equal(out, want)
+        h.fill_(torch.nan)
+        parts.fill_(torch.nan)
+        moe_ops.experts(x, up, down, torch.full_like(indices, -1), weights, limit, s_up, s_down, h, parts, out, meeting)
+        assert not out.any() and h.isnan().all() and parts.isnan().all()
 
 
 @pytest.mark.parametrize(("n", "k", "outs", "groups"), [(1, 160, 96, 1), (17, 64, 32, 1), (3, 96, 128, 2), (2, 512, 64, 1)])
 def test_fp8_linear(n: int, k: int, outs: int, groups: int) -> None:
-    codes, scales = bytes_of(outs, k), bytes_of(outs // 32, k // 32, low=110, high=125)
-    codes[(codes & 127) == 127] = 7
+    codes, scales = fp8_codes(outs, k), bytes_of(outs // 32, k // 32, low=110, high=125)
     x = random(n, groups * k).bfloat16()
     meeting = Meeting(17 * n * outs, 16, "cpu")
     if groups == 1:
@@ -115,6 +157,7 @@ def test_fp8_linear(n: int, k: int, outs: int, groups: int) -> None:
         out = torch.empty((n, outs), dtype=torch.bfloat16)
         moe_ops.fp8_linear(x, codes, scales, out, meeting, groups=groups)
         assert_near(out, want)
+        assert not meeting.arrived.any()
     moe_ops.fp8_linear(x, codes, scales, rounded := torch.empty_like(out), meeting, groups=groups, round_output=True)
     assert torch.equal(rounded.float(), formats.fp8_round(out))
 
@@ -122,3 +165,60 @@ def test_fp8_linear(n: int, k: int, outs: int, groups: int) -> None:
 def test_no_rows() -> None:
     nothing = torch.empty((0, 64), dtype=torch.bfloat16)
     moe_ops.fp8_linear(nothing, bytes_of(32, 64), bytes_of(1, 2), nothing[:, :32], Meeting(0, 0, "cpu"))
+
+
+def run_ptx(text: str, inputs: list[Tensor]) -> list[Tensor]:
+    """The few integer instructions of the kernels' bit tricks, and bf16 pairs multiplied, on tensors of int64."""
+    lines = [line.rstrip(";") for line in text.split("\n")[2:-1]]
+    outs = max(int(line.split("$")[1].split(",")[0]) for line in lines if line.startswith("mul")) + 1
+    registers: dict[str, Tensor] = {f"${outs + i}": value for i, value in enumerate(inputs)}
+
+    def value(name: str) -> Tensor:
+        return registers[name] if name in registers else torch.tensor(int(name, 0))
+
+    def half(word: Tensor, high: int) -> Tensor:
+        return ((word >> 16 * high) & 0xFFFF).to(torch.int32).bitwise_left_shift(16).view(torch.float32).double()
+
+    for line in lines:
+        operation, rest = line.split(" ", 1)
+        target, *names = rest.split(", ")
+        a, *others = (value(name) for name in names)
+        match operation.split("."):
+            case ["mov", _]:
+                done = a
+            case ["shl", _]:
+                done = (a << others[0]) & 0xFFFFFFFF
+            case ["shr", _]:
+                done = a >> others[0]
+            case ["and", _]:
+                done = a & others[0]
+            case ["or", _]:
+                done = a | others[0]
+            case ["prmt", _]:
+                both, selector = a | others[0] << 32, int(names[2], 0)
+                done = torch.zeros_like(a) + sum((both >> 8 * (selector >> 4 * i & 15) & 255) << 8 * i for i in range(4))
+            case ["mul", "rn", "bf16x2"]:
+                done = torch.stack([half(a, i) * half(others[0], i) for i in range(2)])
+            case _:
+                raise ValueError(line)
+        registers[target] = done
+    return [registers[f"${i}"] for i in range(outs)]
+
+
+@pytest.mark.parametrize(("text", "bits", "lift"), [("_E2M1_PAIRS", 4, 126), ("_E4M3_PAIRS", 8, 120)])
+def test_packed_decoding_is_exact_for_every_code(text: str, bits: int, lift: int) -> None:
+    """Every pair of bytes at every place of two words, with all scales that are said to hold."""
+    count, a, b = 32 // bits, *torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
+    first, second = a | b << 8 | a << 16 | b << 24, b | a << 8 | b << 16 | a << 24
+    for byte in (69, 96, 127, 192):
+        power = torch.tensor((byte + lift - 64) << 7)
+        assert (byte + lift - 64) < 255
+        outs = run_ptx(getattr(moe, text), [first, second, power | power << 16])
+        assert len(outs) == count
+        for i, pair in enumerate(outs):
+            for word, found in zip((first, second), pair, strict=True):
+                code = (word >> bits * i) & ((1 << bits) - 1)
+                decoded = formats.e2m1_decode(code.to(torch.uint8))[..., ::2] if bits == 4 else formats.e4m3_decode(code.to(torch.uint8))
+                want = decoded.reshape(code.shape).double() * 2.0 ** (byte - 127 - 64)
+                assert torch.equal(found, want)
+                assert torch.equal(found.bfloat16().double(), found)

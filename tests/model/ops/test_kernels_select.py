@@ -47,26 +47,90 @@ def top(scores: Tensor, visible: Tensor | None, k: int) -> Tensor:
     return select_ops.top_columns(scores, visible, k, out)
 
 
-@pytest.mark.parametrize(("m", "k"), [(1, 1), (5, 8), (7, 8), (8, 8), (9, 8), (65, 16), (300, 17)])
-@pytest.mark.parametrize("direct", [4096, 16])
+def reference(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """`select_top`, and all that a row sees where that is no more than k."""
+    found = select_top(hide(scores, visible), k, [None] * len(scores))
+    for row in (visible <= k).nonzero().flatten().tolist():
+        count = int(visible[row])
+        found[row] = torch.cat((torch.arange(count), torch.full((k - count,), -1)))
+    return found
+
+
+@pytest.mark.parametrize(("m", "k", "direct"), [(1, 1, 64), (5, 8, 64), (7, 8, 64), (9, 8, 64), (65, 16, 64), (65, 16, 16), (300, 17, 16)])
 def test_equals_the_reference(m: int, k: int, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Searched whole, and by runs."""
     monkeypatch.setattr(select_ops, "DIRECT", direct)
     scores, visible = adversarial(m)
-    expected = select_top(hide(scores, visible), k, [None] * 9)
-    assert top(scores, visible, k).tolist() == expected.tolist()
-    assert top(hide(scores, visible), None, k).tolist() == expected.tolist()
+    assert top(scores, visible, k).tolist() == reference(scores, visible, k).tolist()
+    if m > 1:
+        hidden = hide(scores, visible)
+        assert top(hidden, None, k).tolist() == select_top(hidden, k, [None] * 9).tolist()
+
+
+@pytest.mark.parametrize("direct", [16384, 16])
+def test_what_lies_behind_the_visible_is_never_read_as_a_choice(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a captured graph: much capacity, few columns that count, anything behind them, and in the working memory too."""
+    monkeypatch.setattr(select_ops, "DIRECT", direct)
+    k, m = 8, 333
+    scores, _ = adversarial(m)
+    visible = torch.tensor([0, 1, 7, 8, 9, 31, 33, 65, 332], dtype=torch.int32)
+    dirty = torch.where(torch.arange(m) % 2 > 0, torch.nan, INF).to(torch.bfloat16).expand(9, m)
+    dirty = torch.where(torch.arange(m) < visible.unsqueeze(1), scores, dirty)
+    memory = select_ops.scratch(9, m, k, "cpu")
+    memory.maxima.fill_(INF)
+    memory.groups.fill_(2**30)
+    out = torch.full((9, k), -7, dtype=torch.int32)
+    assert (memory.size > 0) == (direct == 16)
+    select_ops.top_columns(dirty, visible, k, out, memory)
+    assert out.tolist() == reference(scores, visible, k).tolist()
+
+
+def test_few_columns_need_no_scores() -> None:
+    scores = torch.full((2, 8), torch.nan, dtype=torch.bfloat16)
+    scores[1] = -INF
+    assert top(scores, torch.tensor([3, 4], dtype=torch.int32), 4).tolist() == [[0, 1, 2, -1], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("m", "k", "pin"), [(130, 8, False), (317, 3, True)])
+def test_given_maxima(m: int, k: int, pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima of 4 columns, the newest run's too large: the same answer, also where runs are chosen by runs of runs."""
+    monkeypatch.setattr(select_ops, "DIRECT", 16)
+    scores, visible = adversarial(m)
+    maxima = torch.full((9, -(-m // 4)), torch.nan, dtype=torch.bfloat16)
+    select_ops.run_maxima(scores, visible, 4, maxima, pin=pin)
+    memory = select_ops.scratch(9, m, k, "cpu", size=4)
+    assert memory.inner is not None
+    out = torch.empty((9, k), dtype=torch.int32)
+    select_ops.top_columns(scores, visible, k, out, memory, maxima=maxima, size=4)
+    assert out.tolist() == reference(scores, visible, k).tolist()
+
+
+def test_runs_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows so long that the runs are too many for one program."""
+    monkeypatch.setattr(select_ops, "DIRECT", 16)
+    monkeypatch.setattr(select_ops, "LIMIT", 64)
+    scores, visible = (x[4:8] for x in adversarial(1001))
+    memory = select_ops.scratch(4, 1001, 8, "cpu")
+    assert memory.size == 8 and memory.inner is not None and memory.inner.size
+    assert top(scores, visible, 8).tolist() == reference(scores, visible, 8).tolist()
+    with pytest.raises(ValueError, match="k must be at most 32"):
+        select_ops.scratch(4, 1001, 40, "cpu")
 
 
 def test_visible_lengths_around_k_and_zero() -> None:
     scores, _ = adversarial(40)
     visible = torch.tensor([0, 1, 6, 7, 8, 9, 39, 40, 50], dtype=torch.int32)
-    assert top(scores, visible, 8).tolist() == select_top(hide(scores, visible), 8, [None] * 9).tolist()
+    assert top(scores, visible, 8).tolist() == reference(scores, visible.clamp(max=40), 8).tolist()
 
 
-def test_nan_counts_as_the_best() -> None:
-    scores = torch.tensor([[1, torch.nan, 3, INF, 2, -torch.nan]], dtype=torch.bfloat16)
+@pytest.mark.parametrize("direct", [16384, 1])
+def test_nan_counts_as_the_best(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either sign, as many as there are +inf: the lower column wins."""
+    monkeypatch.setattr(select_ops, "DIRECT", direct)
+    scores = torch.tensor([[1, torch.nan, 3, INF, 2, -torch.nan, *range(7), INF, torch.nan]], dtype=torch.bfloat16)
+    scores.view(torch.int16)[0, 5] = -1  # a NaN with its sign set
     assert top(scores, None, 3).tolist() == [[1, 3, 5]]
+    assert top(scores.flip(1).contiguous(), None, 3).tolist() == [[0, 1, 9]]
 
 
 def test_a_long_row_in_runs() -> None:
@@ -76,7 +140,7 @@ def test_a_long_row_in_runs() -> None:
     scores[1] = 2.0
     scores[0, 5:300:3] = 100.0
     visible = torch.tensor([70_001, 69_999, 40_000], dtype=torch.int32)
-    assert select_ops.run_size(70_001, 512) == 16
+    assert select_ops.run_size(70_001, 512) == 16  # a row of odd length, so that its last run is short
     assert top(scores, visible, 512).tolist() == select_top(hide(scores, visible), 512, [None] * 3).tolist()
 
 
@@ -90,15 +154,16 @@ def test_rows_of_a_wider_buffer() -> None:
 def test_run_maxima_and_candidate_blocks(m: int, pin: bool) -> None:
     scores, visible = adversarial(m)
     best = block_maxima(hide(scores, visible), 8)
+    seen = torch.arange(best.shape[1]) * 8 < visible.unsqueeze(1)
     if pin:
         best.scatter_(1, ((visible.long() - 1) // 8).unsqueeze(1), INF)
-    out = torch.empty_like(best)
-    assert torch.equal(select_ops.run_maxima(scores, visible, 8, out, pin=pin), best)
+    out = torch.full_like(best, torch.nan)
+    assert torch.equal(select_ops.run_maxima(scores, visible, 8, out, pin=pin)[seen], best[seen])
     blocks = select_ops.top_columns(out, visible, 4, torch.empty((9, 4), dtype=torch.int32), unit=8)
-    assert blocks.tolist() == select_top(best, 4, [None] * 9).tolist()
+    assert blocks.tolist() == reference(best, (visible + 7) // 8, 4).tolist()
 
 
-@pytest.mark.parametrize("direct", [4096, 16])
+@pytest.mark.parametrize("direct", [16384, 16])
 def test_candidates(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of the entries of candidate blocks: the answer is in positions of the sequence."""
     monkeypatch.setattr(select_ops, "DIRECT", direct)
@@ -127,3 +192,13 @@ def test_a_pool_below_k_is_refused() -> None:
         select_ops.top_candidates(
             torch.zeros((1, 8), dtype=torch.bfloat16), torch.zeros((1, 2), dtype=torch.int32), 4, 9, torch.empty((1, 9), dtype=torch.int32)
         )
+
+
+def test_bench_cases_run_small() -> None:
+    for case in select_ops.bench_cases():
+        assert case.bytes_floor > 0
+        if case.name == "top 512 of 1 x 16384":
+            inputs = case.make_inputs(torch.device("cpu"))
+            scores, k = inputs[0], inputs[2]
+            assert case.run(*inputs).tolist() == select_top(scores, k, [None]).tolist()
+    assert set(select_ops.tuning_space()) <= set(vars(select_ops))

@@ -35,12 +35,16 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 31 * len(shape) + shape[-1])) * scale
 
 
-def step_of(spans: list[tuple[int, int]]) -> Step:
+def step_of(spans: list[tuple[int, int]], write_from: list[int] | None = None, table: Tensor | None = None) -> Step:
     position = torch.cat([torch.arange(a, b) for a, b in spans])
     span = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor([b - a for a, b in spans])).int()
     start, stop = (torch.tensor(x, dtype=torch.int32) for x in zip(*spans, strict=True))
-    length = stop - start
-    return Step(position, span, start, stop, (length.cumsum(0) - length).int(), torch.arange(len(spans), 0, -1).int())
+    length, none = stop - start, torch.zeros_like(start)
+    return Step(
+        position, span, start, stop, (length.cumsum(0) - length).int(), torch.arange(len(spans), 0, -1).int(), none,
+        none if write_from is None else torch.tensor(write_from, dtype=torch.int32),
+        torch.zeros((len(spans), 1), dtype=torch.int32) if table is None else table,
+    )  # fmt: skip
 
 
 def table_of(position: Tensor, freqs: Tensor, ratio: int = 1) -> Tensor:
@@ -149,16 +153,16 @@ class Case:
     """A compressor and a memory of the reference, and the same memory once more for the kernel."""
 
     def __init__(self, ratio: int, dim: int, index: int, pairs: int, spans: list[tuple[int, int]], floors: list[int] | None = None) -> None:
-        self.ratio, self.step, self.pairs, self.tokens = ratio, step_of(spans), pairs, 8
-        self.n, self.freqs = self.step.position.numel(), inverse_frequencies(2 * pairs, 10000.0)
-        self.floors = floors or [0] * len(spans)
+        self.ratio, self.pairs, self.tokens, self.floors = ratio, pairs, 8, floors or [0] * len(spans)
         per_block = self.tokens // ratio
         rows = dim // 2, dim // 16, index // 2, index // 32
         offsets = [16 + per_block * sum(rows[:i]) for i in range(4)]  # another source's bytes come before
         blocks = 5 * len(spans) + 1
         self.pool = torch.full((blocks, offsets[3] + per_block * rows[3] + 8), 3, dtype=torch.uint8)
         self.planes = SourcePlanes(ratio, per_block, *offsets)
-        self.tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(4))[: 5 * len(spans)].view(-1, 5).int()
+        table = torch.randperm(blocks, generator=torch.Generator().manual_seed(4))[: 5 * len(spans)].view(-1, 5).int()
+        self.step = step_of(spans, self.floors, table)
+        self.n, self.freqs = self.step.position.numel(), inverse_frequencies(2 * pairs, 10000.0)
         self.pending = random(len(spans) + 1, 2, 1, 2, dim, seed=8)
         self.ring = torch.zeros((len(spans) + 1, 1, 8, dim + dim // 32), dtype=torch.uint8)
         names = "main_codes", "main_scales", "index_codes", "index_scales"
@@ -166,8 +170,8 @@ class Case:
         sources = cast(Any, {3: SimpleNamespace(**dict(zip(names, views, strict=True)))})
         self.memory = CacheMemory(self.tokens, sources, self.ring[..., :dim], self.ring[..., dim:], self.pending, {3: 1})
         parts = [
-            Span(a, b, f, 0, 0, 0, None, int(slot), table.tolist())
-            for (a, b), f, slot, table in zip(spans, self.floors, self.step.slot, self.tables, strict=True)
+            Span(a, b, f, 0, 0, 0, None, int(slot), blocks.tolist())
+            for (a, b), f, slot, blocks in zip(spans, self.floors, self.step.slot, table, strict=True)
         ]
         batch = ForwardBatch(torch.zeros(self.n, dtype=torch.int64), torch.zeros((self.n, 1)).long(), parts, self.memory, 8)
         self.state = HalfState(batch.encoder, parts, batch.tables, self.memory, None)
@@ -191,11 +195,10 @@ class Case:
         if rows is None:
             s, floors = self.step.span.long(), torch.tensor(self.floors)
             rows = store_ops.acting_rows(self.step.position, self.step.start[s], self.step.stop[s], self.ratio, floors[s])
-        write_from = torch.tensor(self.floors, dtype=torch.int32)
         pooled = torch.empty((rows.numel(), dim), dtype=torch.bfloat16)
         store_ops.store_entries(
-            source, c.norm, cast(PlainWeight, c.wk).weight, c.k_norm, turn, EPS, self.step, rows, write_from, self.tables, pool,
-            self.planes, pending[:, 1] if self.ratio > 1 else None, pooled if self.ratio > 1 else None,
+            source, c.norm, c.wk.weight, c.k_norm, turn, EPS, self.step, rows, pool, self.planes,
+            pending[:, 1] if self.ratio > 1 else None, pooled if self.ratio > 1 else None,
         )  # fmt: skip
         before = self.pool.clone()
         c.write(x, self.state)
@@ -267,7 +270,7 @@ def test_wrong_use_is_refused() -> None:
     c, rows = case.compressor, torch.zeros(1, dtype=torch.int32)
     for planes, text in ((SourcePlanes(4, 2, 0, 0, 0, 0), "ratio must be 1 or 2"), (SourcePlanes(2, 4, 0, 0, 0, 0), "needs pending")):
         with pytest.raises(ValueError, match=text):
-            store_ops.store_entries(rows, c.norm, rows, c.k_norm, rows, EPS, case.step, rows, rows, rows, rows, planes)
+            store_ops.store_entries(rows, c.norm, rows, c.k_norm, rows, EPS, case.step, rows, rows, planes)
 
 
 def test_bench_cases_run_small() -> None:
@@ -275,4 +278,5 @@ def test_bench_cases_run_small() -> None:
     for name, make, run, floor, flops in store_ops.bench_cases():
         assert floor > 0 and flops >= 0
         if name.endswith("n=1"):
-            run(make(device))
+            run(*make(device))
+    assert set(store_ops.tuning_space()) <= set(vars(store_ops))

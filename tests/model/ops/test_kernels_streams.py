@@ -82,6 +82,7 @@ def test_step(n: int, s: int, d: int, amplitude: float) -> None:
         want = mix(p.x, p.y, p.post, p.comb)
         assert torch.equal(out, want)
         p.check(want, p.pre, into, made)
+        assert not p.stepper.arrived.any()
 
 
 def test_step_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,13 @@ def test_tiles_cover_every_column() -> None:
             assert (t.splits - 1) * t.chunk < width <= t.splits * t.chunk
 
 
+def test_buffers_hold_every_tuning() -> None:
+    for n in (1, 16, 17, 64, 128, 512, 1024, 2112, 4096):
+        stepper = StreamStep(n, 4, 5120, EPS, HC_EPS, 20, "cpu")
+        for tuning in streams_ops.tuning_space(n):
+            assert tiles(n, 5120, tuning).splits * n * stepper.padded <= stepper.partial.numel(), (n, tuning)
+
+
 def test_engram_gather() -> None:
     numbers = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (7, 64), dtype=torch.uint8, generator=numbers)
@@ -159,6 +167,9 @@ def test_engram_gather() -> None:
     assert torch.equal(rounded.float(), formats.fp8_round(want))
     for a, b in zip((out, out_scales), formats.fp8_encode(want), strict=True):
         assert torch.equal(a, b)
+    folded = torch.empty_like(rounded)
+    streams_ops.engram_gather(codes, scales, ids + 14 * torch.arange(3), folded, modulo=7)
+    assert torch.equal(folded, rounded)
     codes[6, 40] = 127
     streams_ops.engram_gather(codes, scales, ids, rounded)
     assert rounded.isnan().any(1).tolist() == [False, True, False]

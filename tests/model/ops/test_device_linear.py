@@ -1,0 +1,121 @@
+"""FP8 matrices and expert banks for few and many rows, in Triton's interpreter, against the torch operations."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.model.experts import RoutedExperts
+from forebay.model.ops import device_linear, formats
+from forebay.model.ops.backend import SERVING
+from forebay.model.ops.device_linear import ExpertBank, Fp8Matrix
+from forebay.model.ops.kernels import gemm_ops
+from forebay.model.ops.kernels.moe_ops import Meeting
+from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, TileCache, quantised_linear
+from forebay.model.ops.swiglu import swiglu
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+CACHE = TileCache(1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def bytes_of(*shape: int, low: int = 0, high: int = 256, seed: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def e4m3(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    codes = bytes_of(*shape, seed=seed)
+    codes[(codes & 127) == 127] = 7
+    return codes, bytes_of(shape[0] // 32, shape[1] // 32, low=115, high=123, seed=seed)
+
+
+def assert_near(here: Tensor, there: Tensor) -> None:
+    """Equal but for the order of sums: a few values are a last bit of bf16 or FP8 off, as seen in what is made of them."""
+    assert not here.isnan().any()
+    error = (here.double() - there.double()).norm() / there.double().norm().clamp(min=1e-30)
+    assert error < 4e-3, float(error)
+
+
+def test_widening_is_exact() -> None:
+    codes, scales = torch.arange(256, dtype=torch.uint8).repeat(32, 1), bytes_of(1, 8, low=10, high=240)
+    codes[(codes & 127) == 127] = 0
+    gemm_ops.widen(codes, scales, out := torch.empty((32, 256), dtype=torch.bfloat16))
+    assert torch.equal(out.float(), Fp8Weight(codes, scales, CACHE).widen(0, 32))
+
+
+@pytest.mark.parametrize(("n", "k", "outs", "groups"), [(65, 96, 64, 1), (70, 64, 128, 2), (3, 64, 128, 2), (0, 64, 32, 1)])
+def test_fp8_matrix(n: int, k: int, outs: int, groups: int) -> None:
+    codes, scales = e4m3(outs, k)
+    x = random(n, groups * k).bfloat16()
+    if groups == 1:
+        want = quantised_linear(x.float(), Fp8Weight(codes, scales, CACHE))
+    else:
+        size = outs // groups
+        weights = [Fp8Weight(codes, scales, CACHE, (g * size, (g + 1) * size)) for g in range(groups)]
+        want = SERVING.grouped_linear(x.unflatten(1, (2 * groups, -1)), weights)
+    matrix, work = Fp8Matrix(codes, scales, groups), Meeting(1 << 16, 64, "cpu")
+    out = torch.empty((n, outs), dtype=torch.bfloat16)
+    matrix(x, out, work)
+    assert_near(out, want)
+    matrix(x, rounded := torch.empty_like(out), work, round_output=True)
+    assert torch.equal(rounded.float(), formats.fp8_round(out))
+
+
+def test_shapes_that_do_not_belong_together() -> None:
+    with pytest.raises(ValueError, match="do not belong together"):
+        Fp8Matrix(bytes_of(64, 64), bytes_of(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "inter", "experts", "topk", "limit", "shared", "few"),
+    [
+        (18, 96, 32, 4, 3, 10.0, True, 0),
+        (6, 64, 96, 4, 2, 0.0, False, 0),
+        (18, 64, 32, 4, 1, 0.5, True, 4),
+        (3, 64, 32, 4, 2, 10.0, True, 64),
+    ],
+)
+def test_expert_bank(
+    n: int, d: int, inter: int, experts: int, topk: int, limit: float, shared: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_linear, "FEW_ROWS", few)
+    monkeypatch.setattr(gemm_ops, "TILE_ROWS", 16)  # several tiles for an expert
+    monkeypatch.setattr(gemm_ops, "DOWN_ROWS", 32)
+    up = bytes_of(experts, 2 * inter, d // 2), bytes_of(experts, 2 * inter, d // 32, low=122, high=126)
+    down = bytes_of(experts, d, inter // 2), bytes_of(experts, d, inter // 32, low=122, high=126)
+    up[1][0, 0, 0], up[1][1, 0, 0], down[1][1, 0, 0] = 0, 130, 131
+    x = formats.fp8_round(random(n, d)).bfloat16()
+    # the last expert has no rows
+    indices = random(n, experts)[:, 1:].argsort(1)[:, :topk].to(torch.int32).contiguous()
+    weights = random(n, topk).sigmoid()
+    kept = [
+        (Mxfp4Weight(up[0][e, :inter], up[1][e, :inter], CACHE), Mxfp4Weight(down[0][e], down[1][e], CACHE),
+         Mxfp4Weight(up[0][e, inter:], up[1][e, inter:], CACHE)) for e in range(experts)
+    ]  # fmt: skip
+    want = RoutedExperts(kept, CACHE, limit)(x.float(), indices.long(), weights)
+    shared_up, shared_down = e4m3(2 * inter, d, seed=1), e4m3(d, inter, seed=2)
+    if shared:
+        gate, rise = quantised_linear(x.float(), Fp8Weight(*shared_up, CACHE)).chunk(2, -1)
+        want = want + quantised_linear(formats.fp8_round(swiglu(gate, rise, limit)), Fp8Weight(*shared_down, CACHE)).float()
+    want = want.bfloat16()
+    bank = ExpertBank(up, down, Fp8Matrix(*shared_up) if shared else None, Fp8Matrix(*shared_down) if shared else None, limit)
+    work = Meeting(1 << 18, 64, "cpu")
+    padded = indices.clone()
+    padded[n - 1] = -1
+    for chosen in (indices, padded):
+        out = torch.full((n, d), 7.0, dtype=torch.bfloat16)
+        bank(x, chosen, weights, out, work)
+        last = n if chosen is indices else n - 1
+        assert_near(out[:last], want[:last])
+        assert not out[last:].any()
