@@ -30,7 +30,7 @@ from forebay.model.ops.rms_norm import rms_norm
 
 @dataclass
 class Flow:
-    """What enters a layer: streams [n, S, D] bf16, its normed input x [n, D] bf16 and that FP8-rounded, and the attention's coefficients."""
+    """What enters a layer: streams [n, S, D] bf16, its normed input x [n, D] bf16, the same FP8-rounded, and coefficients."""
 
     streams: Tensor
     x: Tensor

@@ -201,4 +201,4 @@ def check_shapes(config: ModelConfig) -> None:
         if not good(value):
             raise ConfigError(f"{name} must be {text} for the GPU kernels, got {value}", param=name)
     if config.candidate_topk_blocks * config.candidate_block_size < config.index_topk:
-        raise ConfigError("candidate_topk_blocks * candidate_block_size must be at least index_topk for the GPU kernels", param="index_topk")
+        raise ConfigError("candidate_topk_blocks * candidate_block_size must not be below index_topk for GPU kernels", param="index_topk")
