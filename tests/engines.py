@@ -76,8 +76,8 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.busy
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not engine._sequences
-    assert not engine._leaders
+    assert not engine.choices.known
+    assert not engine.choices.leaders
     engine.manager.check([])
     stats = engine.manager.stats()
     assert stats.used == 0
