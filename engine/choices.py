@@ -8,6 +8,7 @@ from typing import Any
 
 from forebay.cache.manager import CacheManager
 from forebay.engine.batcher import Row
+from forebay.engine.flight import Flights
 from forebay.engine.metrics import Metrics
 from forebay.engine.reservoir import Reservoir
 from forebay.engine.scheduler import Scheduler
@@ -26,6 +27,7 @@ class Choices:
         known: those that have not ended, by id.
         leaders: by the name of a shared prompt, the choice whose prefill the others wait for.
         accepted: tokens added since the start.
+        flights: steps in flight; None where none ever is.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Choices:
         self.known: dict[str, Sequence] = {}
         self.leaders: dict[str, Sequence] = {}
         self.accepted = 0
+        self.flights: Flights | None = None
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, or let it wait for the prefill of another choice of its prompt.
@@ -131,11 +134,16 @@ class Choices:
         """Take a sequence out of the engine and describe its end."""
         if self.reservoir is not None:
             self.reservoir.ended(sequence, trusted=keep)
-        if not keep:
+        held = self.flights is not None and self.flights.holds(sequence)
+        if not keep and not held:
             self.manager.release(sequence.cache, keep=False)
         self._unlink(sequence)
         self._late.pop(sequence.id, None)
-        self.scheduler.remove(sequence)
+        if self.flights is not None and held:
+            self.scheduler.take_out(sequence)
+            self.flights.leave(sequence, keep)
+        else:
+            self.scheduler.remove(sequence)
         self.known.pop(sequence.id, None)
         sequence.times.finished = time.monotonic()
         usage = sequence.usage()

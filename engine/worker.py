@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from forebay.engine.admission import Admission
 from forebay.engine.batcher import Batcher, Row
 from forebay.engine.choices import Choices
 from forebay.engine.chooser import Chooser
+from forebay.engine.flight import Flight, Flights
 from forebay.engine.metrics import Metrics, Stage
 from forebay.engine.options import EngineOptions
 from forebay.engine.reservoir import Reservoir
@@ -29,6 +30,7 @@ from forebay.engine.types import (
     QueueFullError,
     QueueTimeoutError,
     Request,
+    TokenLogprob,
     UnavailableError,
 )
 from forebay.model.chat import ChatCodec
@@ -87,6 +89,8 @@ class Engine:
         )
         self.chooser = Chooser(runner, sampler, self.scheduler, metrics)
         self.choices = Choices(manager, self.scheduler, metrics, reservoir, self.chooser.late)
+        self.flights = Flights(runner, manager, self.scheduler, reservoir, self.choices.known) if options.overlap else None
+        self.choices.flights = self.flights
         self.sink: Callable[[list[OutputEvent]], None] = lambda events: None
         self._inbox: list[Sequence] = []
         self._aborts: list[str] = []
@@ -182,7 +186,8 @@ class Engine:
     def busy(self) -> bool:
         """Whether there is anything to do or to report: False means that every request has had its last event."""
         with self._lock:
-            return bool(self._stepping or self._inbox or self._aborts or self.choices.known)
+            flying = self.flights is not None and self.flights.current is not None
+            return bool(self._stepping or self._inbox or self._aborts or self.choices.known or flying)
 
     # Called from the stepping thread
 
@@ -197,8 +202,14 @@ class Engine:
             self._take_in(events)
             if self.reservoir is not None:
                 self.reservoir.repair()
-            rows = self._schedule(events)
-            if rows or self.chooser.late:
+            flights = self.flights
+            flight = flights.current if flights is not None else None
+            rows = flight.rows if flight is not None else self._schedule(events)
+            if flights is not None and flight is None and not self.chooser.late and flights.may_fly(rows):
+                flight = flights.launch(rows)
+            if flights is not None and flight is not None:
+                self._land(flights, flight, events)
+            elif rows or self.chooser.late:
                 self._run(rows, events)
         except Exception as error:
             self._fail(rows, error, events)
@@ -219,6 +230,8 @@ class Engine:
         self._stepping = True
         try:
             self._take_in(events)
+            if self.flights is not None and not self.choices.known:
+                self.flights.drop()
         finally:
             self._report(events)
 
@@ -273,17 +286,66 @@ class Engine:
         logits, scored = self.runner.run(rows) if rows else (torch.empty((0, self.vocab_size)), [])
         broken: set[str] = set()
         for row, hidden in zip(rows, scored, strict=True):
-            sequence = row.sequence
-            sequence.computed = row.stop
-            committed = self.manager.commit(sequence.cache, sequence.tokens, row.stop)
-            if self.reservoir is not None:
-                self.reservoir.store_blocks(sequence, committed)
-                self.reservoir.keep_window(sequence, row.stop)
+            self._computed(row)
             if hidden is not None and not self.chooser.score_prompt(row, hidden):
-                broken.add(sequence.id)
+                broken.add(row.sequence.id)
         reached, places = self.choices.due(rows, broken)
         due, logits = self.chooser.ready(reached, logits if len(places) == logits.shape[0] else logits[places])
-        found = self.chooser.sample(logits, due)
+        self._accept(due, self.chooser.sample(logits, due), broken, events)
+        # While this step is reported and the next one computed.
+        self.chooser.masks.start([s.sampling.constraint for s in due if s.sampling.constraint is not None and s.id in self.choices.known])
+        self._end_broken(dict.fromkeys([*(row.sequence for row in rows), *reached, *due]), broken, events)
+
+    def _land(self, flights: Flights, flight: Flight, events: list[OutputEvent]) -> None:
+        """Launch the step after a flight, if one may run ahead, and settle the flight."""
+        failure: Exception | None = None
+        flights.current = flight  # what it writes to stays until it is settled
+        following: Flight | None = None
+        try:
+            following = flights.ahead(flight)
+        except Exception as error:  # of the step after this one, whose tokens are good
+            failure = error
+        try:
+            tokens, changed = flight.sampled.wait()
+        finally:
+            flights.current = following
+        due: list[Sequence] = []
+        found: list[tuple[int, TokenLogprob | None] | None] = []
+        broken: set[str] = set()
+        for place, (row, token) in enumerate(zip(flight.rows, tokens, strict=True)):
+            sequence = row.sequence
+            if not flights.alive(flight, sequence):
+                continue
+            if place in changed and following is not None:
+                following.void.add(sequence)
+            if (copy := flight.copies.get(sequence)) is not None:
+                sequence.copies[row.stop] = copy
+            self._computed(row)
+            due.append(sequence)
+            found.append((token, None) if token is not None else None)
+        self._accept(due, found, broken, events)
+        self._end_broken(due, broken, events)
+        flights.let_go()
+        if failure is not None:
+            raise failure
+
+    def _computed(self, row: Row) -> None:
+        """The row's positions have their final KV."""
+        sequence = row.sequence
+        sequence.computed = row.stop
+        committed = self.manager.commit(sequence.cache, sequence.tokens, row.stop)
+        if self.reservoir is not None:
+            self.reservoir.store_blocks(sequence, committed)
+            self.reservoir.keep_window(sequence, row.stop)
+
+    def _accept(
+        self,
+        due: list[Sequence],
+        found: list[tuple[int, TokenLogprob | None] | None],
+        broken: set[str],
+        events: list[OutputEvent],
+    ) -> None:
+        """Add a token to every sequence; to `broken` those that have none."""
         now = time.monotonic()
         gaps = []
         for sequence, choice in zip(due, found, strict=True):
@@ -305,10 +367,11 @@ class Engine:
             events.append(event)
             if sequence.cache.plan is None and event.finish_reason is None:
                 self.scheduler.add(sequence)  # a follower, which has its own place to find
-        # While this step is reported and the next one computed.
-        self.chooser.masks.start([s.sampling.constraint for s in due if s.sampling.constraint is not None and s.id in self.choices.known])
         self.metrics.inter_token(gaps)
-        for sequence in dict.fromkeys([*(row.sequence for row in rows), *reached, *due]):
+
+    def _end_broken(self, sequences: Iterable[Sequence], broken: set[str], events: list[OutputEvent]) -> None:
+        """End those of the sequences that have no token, with the reason."""
+        for sequence in sequences:
             if sequence.id in broken:
                 failure = self.chooser.ungrammatical(sequence) or EngineError(
                     "the model produced numbers that are not finite for this request", code="nonfinite_logits"
@@ -319,6 +382,8 @@ class Engine:
 
     def _fail(self, rows: list[Row], error: Exception, events: list[OutputEvent]) -> None:
         """A step broke: its requests end with an error, nothing they wrote stays cached, the others go on."""
+        if self.flights is not None:
+            self.flights.drop()
         kind = error.kind if isinstance(error, ForebayError) else "step_failed"
         self.metrics.error(kind)
         failure = error if isinstance(error, ForebayError) else EngineError("the engine failed while it computed this request", code=kind)
