@@ -84,12 +84,12 @@ class Flights:
         live = [row for row in flight.rows if self.alive(flight, row.sequence)]
         if len(live) != len(scheduler.running) or scheduler.may_admit():
             return None
-        rows = []
+        rows, size = [], self.manager.layout.block_tokens
         for row in live:
             sequence, start = row.sequence, row.stop
             if sequence.generated + 1 >= sequence.limit:
                 continue  # the flight's token is its last
-            if not self.manager.ensure(sequence.cache, start + 1):
+            if start >= len(sequence.cache.table) * size and not self.manager.ensure(sequence.cache, start + 1):
                 return None  # somebody has to make room
             floors = max(row.write_from, start), row.window_from, row.decoder_from, row.decoder_window_from
             rows.append(Row(sequence, start, start + 1, *floors, True))

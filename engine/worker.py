@@ -333,7 +333,9 @@ class Engine:
         """The row's positions have their final KV."""
         sequence = row.sequence
         sequence.computed = row.stop
-        committed = self.manager.commit(sequence.cache, sequence.tokens, row.stop)
+        # Most rows of generated tokens end within a block, and then there is nothing to say.
+        inside = row.stop // self.manager.layout.block_tokens <= sequence.cache.committed and not sequence.cache.loading
+        committed = [] if inside else self.manager.commit(sequence.cache, sequence.tokens, row.stop)
         if self.reservoir is not None:
             self.reservoir.store_blocks(sequence, committed)
             self.reservoir.keep_window(sequence, row.stop)
