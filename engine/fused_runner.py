@@ -43,16 +43,18 @@ class FusedRunner(Runner):
             self._steps[bucket] = DecodeStep(self.fused, self.memory, bucket, self.max_blocks, self._pool)
         return self._steps[bucket]
 
-    def run(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> tuple[Tensor, list[Tensor | None]]:
+    def run(
+        self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         if record is not None or not rows or len(rows) > self.buckets[-1] or not all(map(_decodes, rows)):
-            return super().run(rows, record)
+            return super().run(rows, record, tokens=tokens)
         depth, decode = self.fused.config.engram_max_ngram_size - 1, []
         for row in rows:
-            tokens, at = row.sequence.tokens, row.start
-            lookback = [tokens[at - i] if at >= i else -1 for i in range(1, depth + 1)]
-            decode.append(DecodeRow(tokens[at], lookback, self.span(row)))
+            known, at = row.sequence.tokens, row.start
+            lookback = [known[at - i] if at >= i else -1 for i in range(1, depth + 1)]
+            decode.append(DecodeRow(known[at] if tokens is None else 0, lookback, self.span(row)))
         step = self.step_of(len(rows))
-        logits = step.run(decode)
+        logits = step.run(decode, tokens)
         for i, each in enumerate(decode):
             for capture in each.span.captures:
                 codes, scales = step.captured(i, self.fused.config.head_dim)

@@ -31,6 +31,7 @@ class EngineOptions:
         batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
         poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
+        overlap: launch a step of generated tokens before the last one's are settled on the host.
     """
 
     max_context: int | None = None
@@ -48,6 +49,7 @@ class EngineOptions:
     batch_invariant: bool = True
     default_effort: int | str = "high"
     poison: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, spec in self.__dataclass_fields__.items():

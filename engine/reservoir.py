@@ -130,7 +130,7 @@ class Reservoir:
         if self.pool is None or not self.manager.prefix_reuse:
             return
         size = self.manager.layout.block_tokens
-        if computed > sequence.prompt_tokens and computed % size == 0 and computed not in sequence.windows:
+        if computed not in sequence.copies and self.wants_window(sequence, computed):
             sequence.copies[computed] = self.manager.windows.copy(sequence.cache.slot)
         for boundary, data in sequence.copies.items():
             window = sequence.windows[boundary] = self._snapshot(sequence, boundary, data)
@@ -141,6 +141,13 @@ class Reservoir:
         for boundary in [b for b in sequence.windows if b < computed - 2 * size]:
             if boundary in sequence.stored or boundary > sequence.prompt_tokens:
                 self._take_back(sequence, boundary)
+
+    def wants_window(self, sequence: Sequence, computed: int) -> bool:
+        """Whether the window of a generating sequence is to be copied, as it is when `computed` positions are."""
+        if self.pool is None or not self.manager.prefix_reuse:
+            return False
+        boundary = computed > sequence.prompt_tokens and computed % self.manager.layout.block_tokens == 0
+        return boundary and computed not in sequence.windows
 
     @_harmless
     def prompt_done(self, sequence: Sequence) -> None:

@@ -35,15 +35,19 @@ class Runner:
             windows=windows.data,
         )
 
-    def run(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> tuple[Tensor, list[Tensor | None]]:
+    def run(
+        self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """One step.
+
+        tokens: [rows] int64 on the device, the ids of rows of one position each, where the host does not know them yet.
 
         Returns:
             logits [n, vocab] fp32 of the last position of every row that wants them, in row order; and per row the final hidden states
             of all its positions [stop - start, D] bf16 where its sequence scores its prompt, else None: their logits are many, so
             whoever needs them asks `logits` for a few at a time.
         """
-        batch = self.batch(rows, record)
+        batch = self.batch(rows, record, tokens)
         streams = self.backbone.encode(batch)
         chosen = batch.decoder_rows()
         scored: list[Tensor | None] = [None] * len(rows)
@@ -65,18 +69,26 @@ class Runner:
         """Final hidden states [n, D] bf16 -> [n, vocab] fp32."""
         return self.backbone.logits(hidden)
 
-    def batch(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None) -> ForwardBatch:
-        """Flatten rows into what the network takes."""
+    def pick(self, tokens: Tensor, places: SequenceOf[int]) -> Tensor:
+        """tokens[places] without waiting for the device. tokens: [n] int64."""
+        index = torch.tensor(places)
+        return tokens.index_select(0, index if tokens.device.type == "cpu" else index.pin_memory().to(tokens.device, non_blocking=True))
+
+    def batch(
+        self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, tokens: Tensor | None = None
+    ) -> ForwardBatch:
+        """Flatten rows into what the network takes; `tokens` as in `run`."""
         depth = self.backbone.config.engram_max_ngram_size - 1
         ids: list[np.ndarray] = []
         for row in rows:
             first = max(0, row.start - depth)
             line = [-1] * (depth - (row.start - first)) + row.sequence.tokens[first : row.stop]
+            line += [0] * (depth + row.stop - row.start - len(line))  # of `tokens`
             ids.append(np.lib.stride_tricks.sliding_window_view(np.asarray(line, dtype=np.int64), depth + 1)[:, ::-1])
         window = torch.from_numpy(np.concatenate(ids))
         spans = [self.span(row) for row in rows]
         return self.backbone.Batch(
-            token_ids=window[:, 0].contiguous().to(self.device),
+            token_ids=window[:, 0].contiguous().to(self.device) if tokens is None else tokens,
             lookback=window[:, 1:].contiguous().to(self.device),
             spans=spans,
             memory=self.memory,

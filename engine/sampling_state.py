@@ -89,11 +89,15 @@ class SamplingState:
 
     def uniform(self, draw: int) -> float:
         """Number `draw` (0, 1, ...) of the uniforms in [0, 1) that belong to the next token: 53 bits of a keyed hash."""
+        return self.uniform_of(self.generated, draw)
+
+    def uniform_of(self, index: int, draw: int) -> float:
+        """The same for token `index` (0, 1, ...) of the output."""
         block, offset = divmod(draw, _DRAWS_PER_HASH)
-        if self._hashed[:2] != (self.generated, block):
-            key = struct.pack("<QQQ", self.seed & (2**64 - 1), self.generated, block)
+        if self._hashed[:2] != (index, block):
+            key = struct.pack("<QQQ", self.seed & (2**64 - 1), index, block)
             words = struct.unpack("<8Q", hashlib.blake2b(key, person=b"forebay-draw").digest())
-            self._hashed = (self.generated, block, tuple((w >> 11) * 2.0**-53 for w in words))
+            self._hashed = (index, block, tuple((w >> 11) * 2.0**-53 for w in words))
         return self._hashed[2][offset]
 
     def _index(self) -> None:
@@ -144,6 +148,13 @@ class SamplingState:
 
     def constrained(self) -> Allowed | None:
         return self.constraint.allowed() if self.constraint is not None else None
+
+    @property
+    def foreseeable(self) -> bool:
+        """Whether no choice from here on needs more than logits and parameters: no token seen on the host, no logits kept."""
+        p = self.params
+        free = self.constraint is None and self._words is None and not self._counting and not self._bias and p.allowed_token_ids is None
+        return free and p.logprobs is None and self.generated >= p.min_tokens
 
     def edited(self) -> bool:
         return self.used > 0 or self.allowed is not None or self.stopping() or bool(self.completing()) or self.constrained() is not None

@@ -73,13 +73,25 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give back what it owns."""
+        self.take_out(sequence)
+        self.manager.release(sequence.cache)
+
+    def take_out(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is; it keeps what it owns."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._forget(sequence)
-        self.manager.release(sequence.cache)
         sequence.saved = None
+
+    def may_admit(self) -> bool:
+        """Whether the next `schedule` may do anything but go on with those that run: somebody waits and there may be a place."""
+        return bool(self.waiting) and (len(self.running) < self.options.max_sequences or self._overdue())
+
+    def _overdue(self) -> bool:
+        now, limit = self._clock(), self.options.max_queue_wait_s
+        return bool(limit) and any(s.times.scheduled is None and now - s.request.arrived > limit for s in self.waiting)
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """Smaller is sooner. Waiting lowers everybody's rank at the same speed, so the order never changes and no clock is read."""

@@ -63,6 +63,7 @@ class Sequence:
         policy: Policy | None = None,
     ) -> None:
         self.request = request
+        self.id = request.request_id
         self.tokens = list(request.prompt_ids)
         self.prompt_tokens = len(self.tokens)
         self.cache = cache
@@ -88,10 +89,6 @@ class Sequence:
         self.times = Times(arrived=request.arrived)
         self.preemptions = 0
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
 
     @property
     def generated(self) -> int:

@@ -76,8 +76,8 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.busy
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not engine._sequences
-    assert not engine._leaders
+    assert not engine.choices.known
+    assert not engine.choices.leaders
     engine.manager.check([])
     stats = engine.manager.stats()
     assert stats.used == 0
@@ -126,12 +126,18 @@ class MemoRunner(Runner):
         self.before: Callable[[Sequence[Row]], None] = lambda rows: None
         self.spoil: set[str] = set()  # ids of requests whose logits are not finite
         self.steps = 0
+        self.ahead = 0  # steps whose tokens the host had not seen
+        self._fed: dict[str, int] = {}
         self._table = blocks.data.numpy()
         self._rings = windows.data.numpy()
 
-    def run(self, rows: Sequence[Row], record: dict[str, list[Tensor]] | None = None) -> tuple[Tensor, list[Tensor | None]]:
+    def run(
+        self, rows: Sequence[Row], record: dict[str, list[Tensor]] | None = None, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         self.steps += 1
+        self.ahead += tokens is not None
         self.before(rows)
+        self._fed = {} if tokens is None else {row.sequence.id: int(token) for row, token in zip(rows, tokens, strict=True)}
         for row in rows:
             self._write(row)
         for row in rows:
@@ -139,7 +145,7 @@ class MemoRunner(Runner):
         wanted = [row.sequence for row in rows if row.wants_logits]
         logits = torch.zeros((len(wanted), self.backbone.config.vocab_size))
         for place, sequence in enumerate(wanted):
-            logits[place, self.script(sequence.tokens)] = 9.0
+            logits[place, self.script(self._history(sequence))] = 9.0
             if sequence.id in self.spoil:
                 logits[place, 3] = torch.nan
         scores = [row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens for row in rows]
@@ -148,20 +154,24 @@ class MemoRunner(Runner):
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros((hidden.shape[0], self.backbone.config.vocab_size))
 
+    def _history(self, sequence: Any) -> list[int]:
+        return [*sequence.tokens, self._fed[sequence.id]] if sequence.id in self._fed else sequence.tokens
+
     def _write(self, row: Row) -> None:
         cache, size = row.sequence.cache, self.layout.block_tokens
+        tokens = self._history(row.sequence)
         for place in range(row.start, row.stop):
-            token = row.sequence.tokens[place]
+            token = tokens[place]
             if place >= row.write_from:
                 assert self.blocks.references(cache.table[place // size]) == 1, "a block that others may read is written"
                 self._table[cache.table[place // size], place % size] = token % 251
             self._rings[cache.slot, :, place % WINDOW, 0] = token % 251
             if place + 1 in row.sequence.copy_at:
                 row.sequence.copies[place + 1] = self.windows.copy(cache.slot)
-        self.windows.pending[cache.slot] = float(row.sequence.tokens[row.stop - 1])
+        self.windows.pending[cache.slot] = float(tokens[row.stop - 1])
 
     def _check(self, row: Row) -> None:
-        tokens, cache, size = row.sequence.tokens, row.sequence.cache, self.layout.block_tokens
+        tokens, cache, size = self._history(row.sequence), row.sequence.cache, self.layout.block_tokens
         history = [token % 251 for token in tokens[: row.stop]]
         stored = self._table[cache.table[: -(-row.stop // size)], :size].flatten()[: row.stop].tolist()
         assert stored == history, "blocks do not hold the sequence's tokens"
@@ -210,8 +220,12 @@ class Memo:
     def step(self) -> int:
         """One step, with every reference and slot accounted for after it; rows that ran."""
         rows = self.engine.step().rows
-        self.manager.check([s.cache for s in self.scheduler.running])
+        self.manager.check([s.cache for s in self.scheduler.running + self.leaving()])
         return rows
+
+    def leaving(self) -> list[Any]:
+        """Sequences that ended while a row of theirs was in flight."""
+        return [s for s, _ in self.engine.flights.leaving] if self.engine.flights is not None else []
 
     def finish(self, most: int = 20_000) -> int:
         """Step until nothing is left; the number of steps."""

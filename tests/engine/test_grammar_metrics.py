@@ -57,7 +57,7 @@ def test_masks_are_counted_where_they_are_computed() -> None:
     assert memo.value("grammar_mask_seconds_count") == tokens
     assert len(memo.tokens(free)) == 30
     assert 0 < memo.value("grammar_mask_seconds_sum") < 60
-    assert memo.value("grammar_mask_wait_seconds_total") == pytest.approx(memo.engine.masks.waited_s, abs=0.01)
+    assert memo.value("grammar_mask_wait_seconds_total") == pytest.approx(memo.engine.chooser.masks.waited_s, abs=0.01)
     assert memo.value("grammar_masks_late_total") == 0
 
 

@@ -258,13 +258,13 @@ def test_a_late_mask_only_delays(compiler: GrammarCompiler, tight: bool) -> None
     def answers(worker: MaskWorker | None) -> tuple[list[str], float]:
         memo = dice(kv_tokens=512, prefix_reuse=True) if tight else dice()
         if worker is not None:
-            memo.engine.masks = worker
+            memo.engine.chooser.masks = worker
         ids = [memo.add(short(20, i), thrown(120, seed=i), grammar=grammar) for i, (grammar, _) in enumerate(forms)]
         grammar = compiler.compile(json_spec(SCHEMAS["flat"], "schema"))
         ids += [memo.add(short(12, 3), thrown(120, seed=i), grammar=grammar, share="x") for i in range(3)]
         memo.finish()
         assert_idle(memo.engine)
-        assert not memo.engine._late
+        assert not memo.engine.chooser.late
         return [said(memo, request_id) for request_id in ids], memo.value("preemptions_total")
 
     plain, _ = answers(None)
@@ -275,14 +275,14 @@ def test_a_late_mask_only_delays(compiler: GrammarCompiler, tight: bool) -> None
 
 def test_an_aborted_late_one_is_forgotten(compiler: GrammarCompiler) -> None:
     memo = dice()
-    memo.engine.masks = Unhurried()
+    memo.engine.chooser.masks = Unhurried()
     grammar = compiler.compile(json_spec(SCHEMAS["flat"], "schema"))
     request_id = memo.add(short(8), thrown(50), grammar=grammar)
     memo.step()
-    assert set(memo.engine._late) == {request_id}
+    assert set(memo.engine.chooser.late) == {request_id}
     memo.engine.abort(request_id)
     memo.finish()
-    assert not memo.engine._late
+    assert not memo.engine.chooser.late
     assert_idle(memo.engine)
 
 

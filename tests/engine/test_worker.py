@@ -221,7 +221,7 @@ def test_an_abort_takes_effect_within_one_step(when: str) -> None:
     event = memo.last(name)
     assert event.finish_reason == "abort"
     assert event.error is None
-    assert name not in memo.engine._sequences
+    assert name not in memo.engine.choices.known
     assert name not in [s.id for s in memo.scheduler.running + memo.scheduler.waiting]
     if when != "preempted":
         memo.finish()
@@ -302,7 +302,7 @@ def test_a_failure_after_some_tokens_were_accepted_loses_and_doubles_none(monkey
     first, second = memo.add(short(4), greedy(3)), memo.add(short(5), greedy(3))
     memo.step()
     memo.step()
-    real, calls = memo.engine._accept, []
+    real, calls = memo.engine.choices.accept, []
 
     def breaks(*args: Any) -> Any:
         calls.append(args)
@@ -310,7 +310,7 @@ def test_a_failure_after_some_tokens_were_accepted_loses_and_doubles_none(monkey
             raise RuntimeError("broken")
         return real(*args)
 
-    monkeypatch.setattr(memo.engine, "_accept", breaks)
+    monkeypatch.setattr(memo.engine.choices, "accept", breaks)
     with pytest.raises(RuntimeError):
         memo.step()
     assert memo.tokens(first) == continuation(short(4), 3)
@@ -366,7 +366,7 @@ def test_output_that_cannot_be_read_fails_its_request_alone() -> None:
     def push(token: int) -> Any:
         raise ValueError("no such state")
 
-    memo.engine._sequences[odd].output.push = push
+    memo.engine.choices.known[odd].output.push = push
     memo.finish()
     event = memo.last(odd)
     assert event.error is not None

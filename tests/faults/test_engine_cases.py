@@ -68,7 +68,7 @@ def test_b044_few_windows_over_many_blocks() -> None:
     shared = short(60 * WINDOW)
     names = [memo.add([*shared, *short(20, i + 1)], greedy(6)) for i in range(30)]
     running: list[tuple[int, int]] = []
-    memo.runner.before = lambda rows: running.append((len(memo.scheduler.running), len(memo.engine._sequences)))
+    memo.runner.before = lambda rows: running.append((len(memo.scheduler.running), len(memo.engine.choices.known)))
     memo.finish()
     assert all(now == min(2, left) for now, left in running)
     assert all(memo.last(name).finish_reason == "length" for name in names)
@@ -83,7 +83,7 @@ def test_b045_short_prompts_pass_a_long_one_that_goes_on(exact: bool) -> None:
     memo.runner._check = lambda row: None  # a history of 50,000 tokens at each of 400 steps
     long = memo.add([9] * 50_000, greedy(2), prefill="exact" if exact else "bounded")
     memo.step()
-    sequence = memo.engine._sequences[long]
+    sequence = memo.engine.choices.known[long]
     born: dict[str, int] = {}
     waited: dict[str, int] = {}
     numbers = random.Random(4)

@@ -193,7 +193,7 @@ def test_b031_a_read_that_ends_after_its_time(redis: Server, answer: str) -> Non
         assert proxy.held.wait(5.0)
         # Whoever gets a slot now finds the canary in it, and leaves it there.
         strangers = [engine.submit(Request(prompt(WINDOW + 3, 20 + i), greedy(2))) for i in range(4)]
-        while any(sequence.id in engine._sequences for sequence in strangers):
+        while any(sequence.id in engine.choices.known for sequence in strangers):
             engine.step()
         assert late.times.scheduled is None
         engine.manager.windows.data.fill_(canary)

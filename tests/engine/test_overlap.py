@@ -1,0 +1,166 @@
+"""A step ahead: the same answers, accounts and cache as without, and nothing of a row whose sequence had ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engines import WINDOW, Memo, assert_idle, continuation, fresh, greedy, prompt, same, short, tiny
+from forebay.engine import device_sampler
+from forebay.engine.batcher import Row
+from forebay.engine.device_sampler import launch
+from forebay.engine.sampler import Sampler
+from forebay.engine.sampling_state import SamplingState
+from forebay.engine.types import SamplingParams
+
+EOS = 1
+
+
+def drive(overlap: bool, seed: int, **options: Any) -> tuple[Any, Memo]:
+    """Requests of every kind, some aborted, in a pool that preempts: what each was told, and what is cached in the end."""
+    memo = Memo(overlap=overlap, kv_tokens=40 * WINDOW, encoder_tokens=32, max_sequences=5, **options)
+    numbers = random.Random(seed)
+    memo.runner.script = lambda history: EOS if sum(history[-3:]) % 29 == 0 else continuation(history, 1)[0]
+    names, doomed = [], {}
+    for i in range(30):
+        kinds: list[dict[str, Any]] = [{}, {"ignore_eos": False}, {"stop": ("a", "q")}]
+        if seed % 2 or i > 20:  # those that a step cannot run ahead of, always or towards the end
+            kinds += [{"logprobs": 1}, {"presence_penalty": 0.5}]
+        more = kinds[i % len(kinds)]
+        names.append(memo.add(short(numbers.randrange(1, 30), i % 9), greedy(numbers.randrange(1, 30), **more)))
+        if i % 7 == 3:
+            doomed[names[-1]] = numbers.randrange(1, 6)
+    while memo.engine.busy:
+        for name in [n for n, count in doomed.items() if len(memo.tokens(n)) >= count]:
+            del doomed[name]
+            memo.engine.abort(name)
+        memo.step()
+    assert_idle(memo.engine)
+    told = []
+    for name in names:
+        last = memo.last(name)
+        text = "".join(d.text for e in memo.events[name] for d in e.deltas)
+        logprobs = [entry for e in memo.events[name] for entry in e.logprobs or []]
+        usage = last.usage
+        assert usage is not None and usage.completion_tokens == len(memo.tokens(name))
+        told.append((memo.tokens(name), text, logprobs, last.finish_reason, last.matched_stop, usage.completion_tokens))
+    return told, memo
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_answers_with_and_without(seed: int) -> None:
+    plain, _ = drive(False, seed)
+    ahead, memo = drive(True, seed, poison=True)
+    assert ahead == plain
+    assert memo.runner.ahead > 10 or seed % 2
+
+
+@pytest.mark.parametrize("how", ["eos", "stop string", "stop id", "length", "abort"])
+def test_nothing_beyond_the_end_is_told_or_cached(how: str) -> None:
+    end = 2 * WINDOW - 4  # the row in flight is the one that would fill a block
+    memo = Memo(overlap=True)
+    written: list[int] = []
+    memo.runner.before = lambda rows: written.extend(row.stop for row in rows)
+    letter = next(i for i in range(256) if memo.engine.tokenizer.token_bytes(i) == b"z")
+    last = {"eos": EOS, "stop string": letter, "stop id": 77}.get(how, 60)
+    memo.runner.script = lambda history: last if len(history) == 4 + end - 1 else 60
+    params = {"eos": {"ignore_eos": False}, "stop string": {"stop": ("z",)}, "stop id": {"stop_token_ids": (77,)}}.get(how, {})
+    name = memo.add(short(4), greedy(end if how == "length" else 100, **params))
+    while memo.engine.busy:
+        if how == "abort" and len(memo.tokens(name)) == end:
+            memo.engine.abort(name)
+        memo.step()
+    assert len(memo.tokens(name)) == end == memo.last(name).usage.completion_tokens
+    assert memo.tokens(name)[-1] == last
+    # Computed are all tokens but the last; only blocks full of them are cached. A row beyond ran, unless the end was known before.
+    assert max(written) == 4 + end - (how == "length")
+    assert memo.manager.stats().indexed == (4 + end - 1) // WINDOW == 1
+    assert_idle(memo.engine)
+
+
+def test_memory_of_an_ended_one_waits_for_the_row_in_flight() -> None:
+    memo = Memo(overlap=True)
+    memo.runner.script = lambda history: EOS if history[0] == short(4, 1)[0] and len(history) == 9 else 60
+    stays, ends = memo.add(short(4), greedy(30)), memo.add(short(4, 1), greedy(30, ignore_eos=False))
+    while not memo.events.get(ends) or memo.events[ends][-1].finish_reason is None:
+        memo.step()
+    (sequence,) = memo.leaving()
+    assert sequence.id == ends and sequence.cache.is_open
+    memo.step()
+    assert not memo.leaving() and not sequence.cache.is_open
+    memo.finish()
+    assert len(memo.tokens(stays)) == 30
+    assert_idle(memo.engine)
+
+
+@pytest.mark.parametrize("at", range(2, 7))
+def test_a_step_that_breaks_ahead_ends_its_requests_after_the_tokens_they_had(at: int) -> None:
+    memo = Memo(overlap=True)
+    names = [memo.add(short(4, i), greedy(9)) for i in range(3)]
+
+    def before(rows: Sequence[Row]) -> None:
+        if memo.runner.steps == at:
+            raise RuntimeError("device lost")
+
+    memo.runner.before = before
+    while memo.engine.busy:
+        try:
+            memo.step()
+        except RuntimeError:
+            assert_idle(memo.engine)
+    for i, name in enumerate(names):
+        assert memo.last(name).finish_reason == "error"
+        assert memo.tokens(name) == continuation(short(4, i), at - 1)
+    assert memo.manager.stats().indexed == 0
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone() -> None:
+    memo = Memo(overlap=True)
+    names = [memo.add(short(4, i), greedy(9)) for i in range(3)]
+    while len(memo.tokens(names[1])) < 4:
+        memo.step()
+    memo.runner.spoil = {names[1]}
+    memo.finish()
+    assert memo.last(names[1]).error.code == "nonfinite_logits"
+    assert [memo.tokens(names[i]) for i in (0, 2)] == [continuation(short(4, i), 9) for i in (0, 2)]
+    assert_idle(memo.engine)
+
+
+KINDS = ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.3}, {"temperature": 0.8, "top_k": 5}, {"temperature": 1.3, "min_p": 0.05})
+
+
+def test_a_real_network_says_the_same() -> None:
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **KINDS[i % 4]) for i in range(8)]
+    ids = [prompt(3 + 5 * i, i) for i in range(8)]
+    plain, ahead = fresh(tiny()), fresh(tiny(overlap=True))
+    for left, right in zip(plain.generate(ids, params), ahead.generate(ids, params), strict=True):
+        same(left, right)
+    assert_idle(ahead.engine)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_tokens_on_the_device_are_those_of_the_sampler(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the draws made at once do not suffice, and over ties."""
+    monkeypatch.setattr(device_sampler, "ROUNDS", rounds)
+    numbers = torch.Generator().manual_seed(rounds)
+    vocab, changed = 1000, 0
+    for trial in range(12):
+        logits = (torch.randn((16, vocab), generator=numbers) * 3).round(decimals=trial % 2)
+        logits[trial % 16, 7] = torch.nan if trial % 3 == 0 else 1.0
+        params = [SamplingParams(seed=trial * 16 + i, top_p=(1.0, 0.02, 0.7)[i % 3], **_without_top_p(KINDS[i % 4])) for i in range(16)]
+        states = [SamplingState(p, (), p.seed) for p in params]
+        found, redone = launch(logits, states, [0] * 16).wait()
+        good = [i for i in range(16) if bool(logits[i].isfinite().all())]
+        wanted = Sampler(vocab, frozenset()).sample(logits[good], [states[i] for i in good]).token_ids
+        assert [found[i] for i in good] == wanted
+        assert all(found[i] is None for i in range(16) if i not in good)
+        changed += len(redone)
+    assert (changed > 0) == (rounds < 7)
+
+
+def _without_top_p(kind: dict[str, float]) -> dict[str, Any]:
+    return {name: value for name, value in kind.items() if name != "top_p"}
