@@ -496,6 +496,7 @@ def test_last_tokens_go_out_before_any_answer_is_wound_up() -> None:
 
             running.gate.clear()
             running.client.engine.submit(slow(99, 1))  # its step holds the thread while the others arrive
+            await running.until(lambda: len(running.memo.scheduler.running) == 1)
             asked = [asyncio.create_task(read(i)) for i in range(4)]
             await running.until(lambda: len(running.client._queues) == 4)
             running.gate.set()
