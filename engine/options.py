@@ -31,7 +31,8 @@ class EngineOptions:
         batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
         poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
-        overlap: launch a step of generated tokens before the last one's are settled on the host.
+        overlap: launch a step of generated tokens before the last one's are settled on the host. For tests: no setting offers it
+            until it has run on a GPU.
     """
 
     max_context: int | None = None

@@ -1,6 +1,6 @@
 """What is stored never changes, and its lineage is what lies behind it, over random sessions (cases B001, B003, B025).
 
-180 sessions of one to three turns run on TINY with few blocks, so that they evict and preempt each other, with an SSD store, a real
+300 sessions of one to three turns run on TINY with few blocks, so that they evict and preempt each other, with an SSD store, a real
 Redis that is flushed now and then, and restarts. After every step all cached blocks are compared with what they were when they were
 first written; from time to time so are all records on the disk. Bytes of lineage 0 are a function of the tokens alone: one digest per key,
 whoever computed it, and in the end that of a cold run.
@@ -34,7 +34,7 @@ from forebay.engine.tiers import TierOptions
 from forebay.engine.types import OutputEvent, Request
 from redis_servers import Server
 
-SESSIONS = 180
+SESSIONS = 300
 RUNNING = 6
 POOL_TOKENS = 45 * WINDOW
 RESTART_EVERY = 60  # sessions
