@@ -87,6 +87,7 @@ class Chaos:
         self.full = self.broken = self.paused = False
         self.unsettled: dict[tuple[str, bytes], float] = {}  # accepted and not yet known to be written, and when
         self.unsettled_drops: set[tuple[str, bytes]] = set()
+        self.writers: dict[bytes, set[str]] = {}  # under which identities a key was put since everything was written
         self.begun: list[list[tuple[str, bytes]]] = []  # blocks of fetches that were begun
         self.rebuilding = False
         self.recent: deque[tuple[str, bytes]] = deque(maxlen=8)  # windows put lately
@@ -207,6 +208,7 @@ class Chaos:
             self._settle()
         self.unsettled.clear()
         self.unsettled_drops.clear()
+        self.writers.clear()
 
     def put_window(self) -> None:
         identity, _, keys = self._pick()
@@ -504,8 +506,9 @@ class Chaos:
         self.model.gone.discard(name)
         self.model.buried.discard(name)
         rivals = [(other, name[1]) for other in IDENTITIES if other != name[0]]
-        # One key, one record. Which of two is written last is open, for they have different writers.
-        if any(rival in self.unsettled for rival in rivals):
+        # One key, one record. Which of two is written last is open until both are, for they have different writers.
+        self.writers.setdefault(name[1], set()).add(name[0])
+        if len(self.writers[name[1]]) > 1:
             self.unsettled.pop(name, None)
         else:
             self.unsettled[name] = self.now
@@ -534,6 +537,7 @@ class Chaos:
         self.unsettled.clear()
         self.model.gone -= self.unsettled_drops
         self.unsettled_drops.clear()
+        self.writers.clear()
         self.full = self.broken = False
         self._use_begun()
         self.begun.clear()
