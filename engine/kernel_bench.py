@@ -12,7 +12,7 @@ import torch
 
 from forebay.engine.gpu_timing import Ceilings, floor_of, graph_seconds
 
-FILES = ("attend_ops", "store_ops", "index_ops", "select_ops", "streams_ops", "moe_ops")
+FILES = ("attend_ops", "store_ops", "index_ops", "select_ops", "streams_ops", "moe_ops", "gemm_ops")
 FLUSH_BYTES = 256 << 20
 
 

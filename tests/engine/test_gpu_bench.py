@@ -33,7 +33,7 @@ def test_both_forms_of_inputs(inputs: Any) -> None:
 
 
 def test_all_files_have_cases() -> None:
-    assert len({case.file for case in cases()}) == 6
+    assert len({case.file for case in cases()}) == 7
     assert all(case.file == "select_ops" for case in cases(["select_ops"]))
 
 

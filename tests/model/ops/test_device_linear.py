@@ -1,8 +1,6 @@
-"""FP8 matrices and expert banks for few and many rows, in Triton's interpreter, against the torch operations."""
+"""FP8 matrices and expert banks for few and many rows, on a GPU or in Triton's interpreter, against the torch operations."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,13 +15,9 @@ from forebay.model.ops.kernels.moe_ops import Meeting
 from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, TileCache, quantised_linear
 from forebay.model.ops.swiglu import swiglu
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((Fp8Matrix, "__call__"), (ExpertBank, "__call__"), (gemm_ops, "widen round_rows glu experts"))
 CACHE = TileCache(1 << 20)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

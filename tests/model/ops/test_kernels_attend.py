@@ -1,9 +1,8 @@
-"""Sparse attention over stored bytes, in Triton's interpreter, against decoding everything and the torch operation."""
+"""Sparse attention over stored bytes, on a GPU or in Triton's interpreter, against decoding everything and the torch operation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,12 +15,8 @@ from forebay.model.ops.kernels.attend_ops import Entries, Plan, Rows, attend, pl
 from forebay.model.ops.rope import inverse_frequencies, rotate, turn_at
 from forebay.model.ops.sparse_attention import sparse_attention
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((attend_ops, "attend"),)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,12 +15,8 @@ from forebay.model.ops.rope import inverse_frequencies, rotate, turn_at
 from forebay.model.ops.select import block_maxima
 
 INF = torch.inf
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((index_ops, "round_queries query_values score_keys score_candidates"),)
 
 
 @pytest.mark.parametrize(("heads", "dim", "width"), [(32, 128, 64), (3, 32, 8), (2, 64, 64)])

@@ -1,8 +1,6 @@
-"""The kernels of the feed-forward part for few rows, in Triton's interpreter, against the torch operations."""
+"""The kernels of the feed-forward part for few rows, on a GPU or in Triton's interpreter, against the torch operations."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,13 +15,9 @@ from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, TileCache, quantise
 from forebay.model.ops.router import route
 from forebay.model.ops.swiglu import swiglu
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((moe_ops, "route sort_assignments experts fp8_linear"),)
 CACHE = TileCache(1 << 20)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

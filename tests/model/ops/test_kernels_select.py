@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,12 +10,8 @@ from forebay.model.ops.kernels import select_ops
 from forebay.model.ops.select import block_maxima, select_top
 
 INF = torch.inf
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((select_ops, "top_columns top_candidates run_maxima"),)
 
 
 def adversarial(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
-"""Kernels that store KV, in Triton's interpreter, against the reference operations and the served memory."""
+"""Kernels that store KV, on a GPU or in Triton's interpreter, against the reference operations and the served memory."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,14 +20,10 @@ from forebay.model.ops.linear import PlainWeight, TileCache, bf16_linear, fp32_l
 from forebay.model.ops.rms_norm import rms_norm
 from forebay.model.ops.rope import inverse_frequencies, rope_table, rotate, turn_at
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((store_ops, "turn_table store_window keep_window store_entries acting_rows"),)
 EPS = 1e-6
 SPANS = [(0, 1), (5, 6), (6, 7), (3, 12), (4, 5), (7, 10), (16, 33), (9, 11)]  # of even and odd starts, ends and lengths
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

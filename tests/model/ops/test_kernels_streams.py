@@ -1,8 +1,6 @@
-"""The kernels of the residual streams and the Engram read, in Triton's interpreter, against the torch operations."""
+"""The kernels of the residual streams and the Engram read, on a GPU or in Triton's interpreter, against the torch operations."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,13 +15,9 @@ from forebay.model.ops.kernels import streams_ops
 from forebay.model.ops.kernels.streams_ops import Connection, Input, StreamStep, tiles
 from forebay.model.ops.rms_norm import rms_norm
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+pytestmark = pytest.mark.usefixtures("kernels")
+KERNELS = ((StreamStep, "mix read first last"), (streams_ops, "engram_gather engram_gate"))
 EPS, HC_EPS = 1e-20, 1e-6
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
