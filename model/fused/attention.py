@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,9 @@ class FusedAttention:
         self.config, self.work = config, work
         self.heads, self.dim, self.eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
-        self.index_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        # A power of two, as at the released sizes, changes no comparison of scores: then nothing is multiplied.
+        scale = (config.index_head_dim * config.index_n_heads) ** -0.5
+        self.index_scale = None if math.frexp(scale)[0] == 0.5 else scale
 
     def store_global(self, layer: LayerWeights, x: Tensor, half: Half) -> None:
         """Write the entries that the rows complete. x [n, D] bf16, the layer's input."""
@@ -31,11 +35,9 @@ class FusedAttention:
         acting = half.rows.acting[plan.ratio]
         if plan.ratio == 1 and acting.numel() == 0:
             return
-        source = product(x, weights.wkv)
+        source = _short(x, weights.wkv) if plan.ratio == 1 else product(x, weights.wkv)
         pending = pooled = None
-        if plan.ratio == 1:
-            source = source.bfloat16()
-        else:
+        if plan.ratio > 1:
             pending = half.memory.pending[:, half.memory.pending_index[plan.index]]
             pooled = torch.empty((acting.numel(), self.dim), dtype=torch.bfloat16, device=x.device)
         turn = half.rows.turns[True, plan.ratio]
@@ -53,7 +55,8 @@ class FusedAttention:
         low_q, low_kv = low[:, : config.q_lora_rank], low[:, config.q_lora_rank :]
         latent = self._new(x, n, config.q_lora_rank)
         fresh, rings = half.fresh[plan.index - half.first], half.windows[:, plan.index]
-        store_ops.store_window(low_q, low_kv, layer.q_norm, layer.kv_norm, turn, self.eps, step, fresh, values=latent)
+        ring = rings if step.alone else None
+        store_ops.store_window(low_q, low_kv, layer.q_norm, layer.kv_norm, turn, self.eps, step, fresh, ring, values=latent)
         q = self._new(x, n, self.heads * self.dim)
         layer.wq_b(latent, q, self.work.meeting)
         if layer.indexer is not None:
@@ -62,8 +65,14 @@ class FusedAttention:
         out = torch.empty_like(q)
         rows = attend_ops.Rows(step.position, step.span, step.start, step.offset, step.floor, step.slot, step.table, turn)
         q, heads = q.view(n, self.heads, self.dim), out.view(n, self.heads, self.dim)
-        attend_ops.attend(q, rings, fresh, self._entries(plan, half), layer.sink, self.scale, rows, heads)
-        store_ops.keep_window(fresh, rings, step)
+        entries = self._entries(plan, half)
+        topk = 0 if entries is None else entries.selected.shape[1]
+        split = attend_ops.plan(n, self.heads, self.dim, rings.shape[1], topk)
+        parts = attend_ops.borrowed(self.work.meeting, n, self.heads, self.dim, split.splits)
+        attend_ops.attend(q, rings, fresh, entries, layer.sink, self.scale, rows, heads, split, parts)
+        last = half.first + half.fresh.shape[0] - 1
+        if plan.index == last and not step.alone:  # all layers' rows at once, when none of them is read any more
+            store_ops.keep_window(half.fresh, half.windows[:, half.first : last + 1], step)
         inner = self._new(x, n, layer.wo_a.codes.shape[0])
         layer.wo_a(out, inner, self.work.meeting, round_output=True)
         y = torch.empty_like(x)
@@ -83,7 +92,9 @@ class FusedAttention:
         weights.wq_b(latent, raw, self.work.meeting)
         raw = raw.view(n, index_heads, index_dim)
         q = index_ops.round_queries(raw, rows.turns[True, 1], index_ops.empty_queries(n, index_heads, index_dim, x.device))
-        head_weights = product(x, weights.heads).bfloat16() * self.index_scale
+        head_weights = _short(x, weights.heads)
+        if self.index_scale is not None:
+            head_weights *= self.index_scale
         planes = half.memory.sources[plan.kv_source]
         keys = Keys(planes.index_codes, planes.index_scales, rows.step.table)
         visible, chosen = rows.visible[plan.ratio], torch.empty((n, topk), dtype=torch.int32, device=x.device)
@@ -123,12 +134,15 @@ class FusedAttention:
         if plan.kv_source is None or plan.index_source is None:
             return None
         planes = _planes(half, plan.kv_source, plan.ratio)
-        return attend_ops.Entries(
-            half.selected[plan.index_source], half.blocks, planes.per_block, planes.main_codes, planes.main_scales
-        )
+        return attend_ops.Entries(half.selected[plan.index_source], half.blocks, planes.per_block, planes.main_codes, planes.main_scales)
 
     def _new(self, like: Tensor, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=like.device)
+
+
+def _short(x: Tensor, weight: Tensor) -> Tensor:
+    """`product`, rounded to bf16."""
+    return torch.mm(x, weight.T) if x.is_cuda else product(x, weight).bfloat16()
 
 
 def _planes(half: Half, source: int, ratio: int) -> SourcePlanes:

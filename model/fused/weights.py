@@ -15,7 +15,7 @@ from forebay.model.errors import ConfigError
 from forebay.model.loading import Meter
 from forebay.model.ops.device_linear import ExpertBank, Fp8Matrix
 from forebay.model.ops.hyper_connections import spread_scale
-from forebay.model.ops.kernels.streams_ops import Connection
+from forebay.model.ops.kernels.streams_ops import Connection, cut
 
 DEVICE_TABLE_BYTES = 4 << 30  # an Engram table up to this size is put on the device; a larger one stays where it is stored
 
@@ -90,8 +90,9 @@ class _StackedSource(Protocol):
 class FusedLoader:
     """Takes layers out of a source. Reports progress as `Loader` does."""
 
-    def __init__(self, source: Weights, device: torch.device, meter: Meter) -> None:
-        self.source, self.config, self.device, self.meter = source, source.config, device, meter
+    def __init__(self, source: Weights, device: torch.device, meter: Meter, wide: int = 0) -> None:
+        """wide: layers from the first on whose attention also keeps its matrices in bf16, for prompts (`wide_bytes`)."""
+        self.source, self.config, self.device, self.meter, self.wide = source, source.config, device, meter, wide
         check_shapes(self.config)
 
     def tensor(self, name: str) -> Tensor:
@@ -99,29 +100,29 @@ class FusedLoader:
         self.meter.add(found.numel() * found.element_size(), name)
         return found.to(self.device, copy=found.storage_offset() != 0).contiguous()  # a mapped file aligns nothing; kernels read words
 
-    def matrix(self, names: list[str], groups: int = 1) -> Fp8Matrix:
-        """FP8 matrices of one input, one below the other."""
+    def matrix(self, names: list[str], groups: int = 1, wide: bool = False) -> Fp8Matrix:
+        """FP8 matrices of one input, one below the other. wide: also in bf16."""
         codes, scales = ([self.tensor(f"{name}.{part}") for name in names] for part in ("weight", "scale"))
         if len(names) == 1:
-            return Fp8Matrix(codes[0], scales[0], groups=groups)
-        return Fp8Matrix(torch.cat(codes), torch.cat(scales), groups=groups)
+            return Fp8Matrix(codes[0], scales[0], groups=groups, keep_wide=wide)
+        return Fp8Matrix(torch.cat(codes), torch.cat(scales), groups=groups, keep_wide=wide)
 
     def layer(self, plan: LayerPlan) -> LayerWeights:
         config, at = self.config, f"layers.{plan.index}."
-        attn, ffn = f"{at}attn.", f"{at}ffn."
+        attn, ffn, wide = f"{at}attn.", f"{at}ffn.", plan.index < self.wide
         return LayerWeights(
             plan=plan,
             attn=self._connection(f"{at}hc_attn"),
             ffn=self._connection(f"{at}hc_ffn"),
             attn_norm=self.tensor(f"{at}attn_norm.weight"),
             ffn_norm=self.tensor(f"{at}ffn_norm.weight"),
-            w_in=self.matrix([f"{attn}wq_a", f"{attn}wkv"]),
+            w_in=self.matrix([f"{attn}wq_a", f"{attn}wkv"], wide=wide),
             q_norm=self.tensor(f"{attn}q_norm.weight"),
             kv_norm=self.tensor(f"{attn}kv_norm.weight"),
-            wq_b=self.matrix([f"{attn}wq_b"]),
+            wq_b=self.matrix([f"{attn}wq_b"], wide=wide),
             sink=self.tensor(f"{attn}attn_sink"),
-            wo_a=self.matrix([f"{attn}wo_a"], groups=config.o_groups),
-            wo_b=self.matrix([f"{attn}wo_b"]),
+            wo_a=self.matrix([f"{attn}wo_a"], groups=config.o_groups, wide=wide),
+            wo_b=self.matrix([f"{attn}wo_b"], wide=wide),
             gate=self.tensor(f"{ffn}gate.weight"),
             bias=self.tensor(f"{ffn}gate.bias"),
             bias_image=self.tensor(f"{ffn}gate.bias_vl"),
@@ -133,7 +134,8 @@ class FusedLoader:
 
     def _connection(self, name: str) -> Connection:
         scale = spread_scale(self.tensor(f"{name}_scale"), self.config.hc_mult)
-        return Connection(self.tensor(f"{name}_fn"), scale.contiguous(), self.tensor(f"{name}_base"))
+        fn = self.tensor(f"{name}_fn")
+        return Connection(fn, scale.contiguous(), self.tensor(f"{name}_base"), cut(fn, self.config.hc_mult))
 
     def _compressor(self, attn: str, ratio: int) -> CompressorWeights:
         parts = [self.tensor(f"{attn}compressor.wkv.weight")]
@@ -181,6 +183,17 @@ class FusedLoader:
         return EngramWeights(slot, table, self.matrix([f"{at}wkv"]), self.tensor(f"{at}q_weight"), self.tensor(f"{at}k_weight"))
 
 
+def wide_bytes(config: ModelConfig, layers: int) -> int:
+    """Memory for the attention matrices of so many layers in bf16, 253 MB a layer at the released sizes.
+
+    Products of many rows need them so, and a chunk of a prompt that finds them need not make them from the FP8 codes.
+    """
+    heads, dim, rank = config.num_attention_heads * config.head_dim, config.hidden_size, config.q_lora_rank
+    inner = config.o_groups * config.o_lora_rank
+    numbers = dim * (rank + config.head_dim) + rank * heads + config.o_lora_rank * heads + inner * dim
+    return 2 * numbers * layers
+
+
 def check_shapes(config: ModelConfig) -> None:
     """What the kernels are written for.
 
@@ -195,6 +208,8 @@ def check_shapes(config: ModelConfig) -> None:
         *((name, value, lambda v: v % QUANT_GROUP == 0, f"a multiple of {QUANT_GROUP}") for name, value in multiples),
         ("hc_mult", config.hc_mult, lambda v: v in (2, 4), "2 or 4"),
         ("num_attention_heads", config.num_attention_heads, lambda v: v <= 64, "at most 64"),
+        ("index_head_dim", config.index_head_dim, lambda v: v in (32, 64, 128), "32, 64 or 128"),
+        ("num_experts_per_tok", config.num_experts_per_tok, lambda v: v <= 16, "at most 16"),  # a step of 64 rows takes 1,024 assignments
         ("compress_ratios", max(config.compress_ratios), lambda v: v <= 2, "at most 2"),
     ]
     for name, value, good, text in rules:

@@ -55,38 +55,54 @@ class Fp8Matrix:
     """E4M3 codes [O, K] with E8M0 scales [O/32, K/32], both uint8 and contiguous, O and K multiples of 32.
 
     `groups`: the matrix is block-diagonal; outputs O / groups at a time have K inputs of their own in a row of groups * K.
+    `keep_wide`: keep the weights in bf16 as well (2 bytes each: 10.1 GB for the attention of the released model's 40 layers), so
+    that many rows take one kernel; otherwise they are widened for each call.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, groups: int = 1) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, groups: int = 1, keep_wide: bool = False) -> None:
         outs, width = codes.shape
         if outs % (32 * groups) or width % 32 or scales.shape != (outs // 32, width // 32):
             raise ValueError(f"codes {tuple(codes.shape)} in {groups} groups and scales {tuple(scales.shape)} do not belong together")
         self.codes, self.scales, self.groups = _aligned(codes), _aligned(scales), groups
         self.outs, self.width = outs, width  # output channels; inputs of a group
+        self.wide: Tensor | None = None
         if codes.is_cuda:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums stay fp32
+        if keep_wide:
+            self.wide = torch.empty((outs, width), dtype=torch.bfloat16, device=codes.device)
+            gemm_ops.widen(self.codes, self.scales, self.wide)
 
     def __call__(self, rounded: Tensor, out: Tensor, workspace: Meeting, *, round_output: bool = False) -> None:
         """rounded [n, groups * K] bf16 (FP8-rounded where the layer asks for it) -> out [n, O] bf16, contiguous; with `round_output`
         FP8-rounded for the next linear.
 
-        Floor: O * K bytes for few rows, 2 * O * K FLOP a row for many; the many-rows path also writes and reads O * K bf16.
+        Floor: O * K bytes for few rows, 2 * O * K FLOP a row for many; without kept bf16 weights, many rows also take 5 * O * K bytes.
         """
-        n, (outs, width) = rounded.shape[0], self.codes.shape
+        n = rounded.shape[0]
         if n <= FEW_ROWS:
             moe_ops.fp8_linear(rounded, self.codes, self.scales, out, workspace, groups=self.groups, round_output=round_output)
             return
-        weight = _Scratch.of(workspace).get("weight", outs, width, rounded.device)
-        gemm_ops.widen(self.codes, self.scales, weight)
-        per = outs // self.groups
-        for g in range(self.groups):
-            part, rows = rounded[:, g * width : (g + 1) * width], weight[g * per : (g + 1) * per]
-            if rounded.is_cuda:
-                torch.mm(part, rows.T, out=out[:, g * per : (g + 1) * per])
-            else:
-                out[:, g * per : (g + 1) * per] = torch.mm(part.float(), rows.float().T).bfloat16()
+        weight = self.wide
+        if weight is None:
+            weight = _Scratch.of(workspace).get("weight", self.outs, self.width, rounded.device)
+            gemm_ops.widen(self.codes, self.scales, weight)
+        _product(rounded, weight, self.groups, out)
         if round_output:
             gemm_ops.round_rows(out)
+
+
+def _product(x: Tensor, weight: Tensor, groups: int, out: Tensor) -> None:
+    """x [n, groups * K] times weight [O, K], a part of the outputs for each group, in one kernel."""
+    if not x.is_cuda:
+        x, weight = x.float(), weight.float()  # a CPU's sums of bf16 products are not all in fp32
+    n, wide = x.shape[0], x.is_cuda
+    parts = x.view(n, groups, -1).transpose(0, 1), weight.view(groups, -1, weight.shape[1]).transpose(1, 2)
+    if not wide:
+        out.copy_(torch.bmm(*parts).transpose(0, 1).reshape(n, -1))
+    elif groups == 1:
+        torch.mm(x, weight.T, out=out)
+    else:  # each group's outputs lie O apart: the library writes them where they belong
+        torch.bmm(*parts, out=out.view(n, groups, -1).transpose(0, 1))
 
 
 class ExpertBank:
@@ -127,24 +143,12 @@ class ExpertBank:
 
     def _many(self, rounded: Tensor, indices: Tensor, weights: Tensor, out: Tensor, workspace: Meeting) -> None:
         (n, d), device, count, scratch = rounded.shape, rounded.device, indices.numel(), _Scratch.of(workspace)
-        order = scratch.get("order", 1, count, device, torch.int32)[0]
-        offsets = scratch.get("offsets", 1, self.count + 1, device, torch.int32)[0]
-        moe_ops.sort_assignments(indices, self.count, order, offsets)
-        shared = self._shared(rounded, workspace)
+        rows = gemm_ops.tuned(count, self.count)[0].rows
+        tiles = 3 * gemm_ops.tiles_of(count, self.count, rows)
+        total = count + n if self.shared else count
+        up, down = ((m.codes, m.scales) for m in self.shared) if self.shared else (None, None)
         gemm_ops.experts(
-            rounded, self.up, self.down, indices, weights, self.limit, shared, order, offsets, scratch.get("pairs", n, d, device),
-            scratch.get("h", count, self.inter, device), scratch.get("parts", count, d, device), out,
+            rounded, self.up, self.down, indices, weights, self.limit, up, down, scratch.get("order", 1, count, device, torch.int32)[0],
+            scratch.get("tiles", 1, tiles, device, torch.int32), scratch.get("pairs", n, gemm_ops.padded(d), device),
+            scratch.get("h", total, gemm_ops.padded(self.inter), device), scratch.get("parts", total, d, device), out,
         )  # fmt: skip
-
-    def _shared(self, rounded: Tensor, workspace: Meeting) -> Tensor | None:
-        """The shared expert's output [n, D] bf16."""
-        if self.shared is None:
-            return None
-        (n, d), scratch = rounded.shape, _Scratch.of(workspace)
-        wide, h, y = (
-            scratch.get(f"shared {name}", n, size, rounded.device) for name, size in (("up", 2 * self.inter), ("h", self.inter), ("y", d))
-        )
-        self.shared[0](rounded, wide, workspace)
-        gemm_ops.glu(wide, self.limit, h)
-        self.shared[1](h, y, workspace)
-        return y

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from forebay.model.config import MAIN_KV_GROUP, QUANT_GROUP
 from forebay.model.ops.kernels import attend as kernels
+from forebay.model.ops.kernels.moe_ops import Meeting
 
 PROCESSORS = 132  # of an H200
 MAX_HEADS = 64
+MAX_SPLITS = 16
+WIDE_DIM, WIDE_HEADS = 512, 32  # what the kernel for many rows is for: this dimension, and more heads than these
 
 
 @dataclass(frozen=True)
@@ -59,38 +63,47 @@ class Entries:
 
 
 class Scratch(NamedTuple):
-    """Parts of a split softmax: values [n, splits, heads, dim], tops and sums [n, splits, heads], all fp32."""
+    """Where programs that share a row meet.
+
+    Attributes:
+        values: [n, splits, heads, dim] fp32, tops and sums: [n, splits, heads] fp32, the parts.
+        arrived: [n * runs of heads] int32 counters, zero between launches.
+    """
 
     values: Tensor
     tops: Tensor
     sums: Tensor
+    arrived: Tensor
 
 
 class Plan(NamedTuple):
     """How a call is divided, and the knobs of its kernel.
 
     Attributes:
-        tiles: tiles of keys that one program takes; 0: all of a row's.
-        window_splits, splits: how many programs share a row's window, and how many it has in all.
+        tiles: tiles of keys that one program takes, of the window's and then the entries'. splits: how many programs share a row's.
+        heads: heads of a program; 0: all. From 64 on, products use the wide instructions of the tensor cores.
         tile: keys of a tile. warps, stages: of the kernel.
         packed: decode keys as pairs of bf16 (the interpreter never does); otherwise one by one in fp32.
+        wide: take the kernel for many rows, where there is one (`wide_kernel`); it knows none of the other knobs.
     """
 
     tiles: int = 0
-    window_splits: int = 1
     splits: int = 1
+    heads: int = 0
     tile: int = 64
     warps: int = 8
     stages: int = 1
     packed: bool = True
+    wide: bool = False
 
 
-def tuned(window: int, topk: int, *, tiles: int = 0, tile: int = 64, warps: int = 8, stages: int = 1, packed: bool = True) -> Plan:
-    """The plan with these knobs for windows of `window` keys and lists of `topk` entries."""
-    if not tiles:
-        return Plan(0, 1, 1, tile, warps, stages, packed)
-    near, far = -(-window // (tile * tiles)), -(-topk // (tile * tiles))
-    return Plan(tiles, near, near + far, tile, warps, stages, packed)
+def tuned(
+    window: int, topk: int, *, tiles: int = 0, heads: int = 0, tile: int = 64, warps: int = 8, stages: int = 1, packed: bool = True,
+    wide: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan with these knobs for windows of `window` keys and lists of `topk` entries; no tiles: all of a row's."""
+    every = -(-window // tile) - (-topk // tile)
+    return Plan(tiles, -(-every // tiles) if tiles else 1, heads, tile, warps, stages, packed, wide)
 
 
 def tuning_space(rows: int) -> list[dict[str, Any]]:
@@ -98,28 +111,44 @@ def tuning_space(rows: int) -> list[dict[str, Any]]:
 
     Few rows are divided among many programs; from a row a processor on, only the kernel itself is left to choose.
     """
-    names = ("tiles", "tile", "warps", "stages", "packed")
-    if rows <= 16:
-        small = [(1, 32, 8, s, True) for s in (1, 2)] if rows <= 4 else []
-        found = small + [(t, 64, w, 1, True) for t in (1, 2) for w in (8, 16)] + [(1, 64, 8, 1, False)]
+    names = ("tiles", "heads", "tile", "warps", "stages", "packed")
+    if rows <= 4:
+        found = [(t, h, 64, w, 1, True) for w in (8, 4) for h in (16, 8) for t in (1, 2)] + [(1, 16, 128, 8, 1, True)]
+    elif rows <= 16:
+        found = [(t, h, 64, 8, 1, True) for t, h in ((3, 16), (2, 16), (4, 16), (5, 16), (2, 32), (3, 32), (5, 32))]
+    elif rows < PROCESSORS:
+        found = [(t, h, 64, 8, 1, True) for t, h in ((5, 32), (5, 64), (0, 16), (0, 32), (0, 64), (4, 64), (3, 64))]
     else:
-        found = [(0, 64, 8, s, True) for s in (1, 2, 3)] + [(0, 64, 16, 1, True)]
-        found += [(0, 32, 8, 1, True), (0, 32, 8, 3, True), (0, 64, 8, 1, False)]
-        if rows < PROCESSORS:
-            found += [(t, 64, w, 1, True) for t in (4, 5, 2) for w in (8, 16)]
-    return [dict(zip(names, knobs, strict=True)) for knobs in found]
+        found = [(0, 64, 64, 8, s, True) for s in (1, 2, 3)] + [(0, 64, 64, 16, 1, True)]
+        found += [(0, 64, 32, 8, 1, True), (0, 64, 32, 8, 3, True), (0, 32, 64, 8, 1, True), (0, 64, 64, 8, 1, False)]
+    return ([{"wide": True}] if rows > 32 else []) + [dict(zip(names, knobs, strict=True)) for knobs in found]
 
 
-def plan(rows: int, window: int, topk: int, processors: int = PROCESSORS) -> Plan:
-    """The split with the least estimated time, in units of a tile's: tiles on the busiest processor, one for joining, and 128 KB a part."""
-    whole = tuned(window, topk)
-    near, far = -(-window // whole.tile), -(-topk // whole.tile)
-    best, least = whole, float(-(-rows // processors) * (near + far))
-    for tiles in (4, 2, 1):
-        mine = tuned(window, topk, tiles=tiles)
-        cost = -(-rows * mine.splits // processors) * tiles + 1.0 + rows * mine.splits / 50
-        if mine.splits > 1 and cost < least:
-            best, least = mine, cost
+@lru_cache(1024)
+def plan(rows: int, heads: int, dim: int, window: int, topk: int, processors: int = PROCESSORS, *, wide: bool = True) -> Plan:
+    """The division with the least estimated time in microseconds, from what an H200 has shown at the real dimensions.
+
+    A program takes 2.2 and 1 for each 9 heads; for a tile 4.2 with up to 16 heads (decoding the keys, mostly), 5.1 with 32 and 5.5 with
+    64. The last program of a row joins parts at 45 GB/s. Programs that share a row all run at once.
+    The kernel for many rows, which needs `wide`, takes 3 and, for each row of a processor, 4 and 3.2 for each tile.
+    """
+    best, least = Plan(), math.inf
+    if wide and dim == WIDE_DIM and heads > WIDE_HEADS:
+        every = -(-window // best.tile) - (-topk // best.tile)
+        best, least = Plan(wide=True), 3.0 + -(-rows // processors) * (4.0 + 3.2 * every)
+    for count in sorted({heads, *(h for h in (32, 16, 8) if h < heads)}, reverse=True):
+        runs, each = -(-heads // count), 4.2 if count <= 16 else 5.1 if count <= 32 else 5.5
+        every = -(-window // best.tile) - (-topk // best.tile)
+        for tiles in (0, *range(every // 2 + 1, 0, -1)):
+            mine = tuned(window, topk, tiles=tiles, heads=count)
+            programs = rows * mine.splits * runs
+            if mine.splits > MAX_SPLITS or (mine.splits > 1 and programs > processors):
+                break
+            cost = -(-programs // processors) * (2.2 + count / 9 + each * (tiles or every))
+            if mine.splits > 1:
+                cost += mine.splits * count * dim * 4 / 45e3
+            if cost < least:
+                best, least = mine, cost
     return best
 
 
@@ -127,9 +156,21 @@ def scratch(rows: int, heads: int, dim: int, splits: int, device: torch.device |
     """Working memory of `attend` for a plan with so many splits; None when it needs none."""
     if splits == 1:
         return None
-    shape = (rows, splits, heads)
-    values = torch.empty((*shape, dim), dtype=torch.float32, device=device)
-    return Scratch(values, torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.float32, device=device))
+    return borrowed(Meeting(rows * splits * heads * (dim + 2), rows * heads, device), rows, heads, dim, splits)
+
+
+def borrowed(meeting: Meeting, rows: int, heads: int, dim: int, splits: int) -> Scratch | None:
+    """The same in buffers that kernels of one stream share.
+
+    Raises:
+        ValueError: they are too small.
+    """
+    if splits == 1:
+        return None
+    size, shape = rows * splits * heads, (rows, splits, heads)
+    meeting.check(size * (dim + 2), rows * heads)
+    values, tops, sums = meeting.partial[: size * (dim + 2)].split((size * dim, size, size))
+    return Scratch(values.view(*shape, dim), tops.view(shape), sums.view(shape), meeting.arrived)
 
 
 def attend(
@@ -140,9 +181,10 @@ def attend(
 
     Equal to those three up to the order of fp32 sums and fused multiplications; with a split plan, exponentials are rounded relative to
     other maxima (2^-8). Window key j of a row at position i: max(floor, i - W + 1) <= j <= i; from `start` on it is row offset + j - start
-    of `fresh`, before that row j % W of the sequence's ring. A row at position -1 without entries gives zeros.
+    of `fresh`, before that row j % W of the sequence's ring. Entries behind the first i + 1 of a row's list are not looked at, as there are
+    no more. A row at position -1 gives zeros.
 
-    Launches one kernel, or two where the plan has several parts a row, with grids that depend on shapes alone.
+    Launches one kernel with a grid that depends on shapes alone. Results do not depend on the order in which its programs end.
 
     Floor: a row reads topk * (D/2 + D/16) + W * (D + D/32) bytes of keys and 4 * H * D of q and out: 345 KB for 512 + 128 keys, 64 heads
     and D = 512; 0.08 us a row at 4.2 TB/s, and 84 MFLOP, 0.11 us at 786 TFLOP/s.
@@ -153,13 +195,15 @@ def attend(
         fresh: [rows of the batch, dim + dim/32] uint8, their window rows of this layer.
         entries: None for a layer that has only its window.
         scale: positive. sink: [heads] fp32. out: like q.
-        split: of `plan` or `tuned`, by default `plan` for these sizes. parts: of `scratch` for it; allocated here when missing, so give it
-            under a graph.
+        split: of `plan` or `tuned`, by default `plan` for these sizes. Where a wide one cannot be, `plan`'s best other is taken.
+        parts: of `scratch` or `borrowed` for it; made here when missing, so give it under a graph.
         rotate: whether q is still to be rotated.
         tuning: knobs of `tuned`, instead of `split`.
     """
     n, heads, dim = q.shape
     window, row_bytes = rings.shape[1:]
+    if split is not None and split.splits > MAX_SPLITS:
+        raise ValueError(f"a row has at most {MAX_SPLITS} parts, got {split.splits}")
     if heads > MAX_HEADS:
         raise ValueError(f"attend takes at most {MAX_HEADS} heads, got {heads}")
     if dim % QUANT_GROUP or row_bytes != dim + dim // QUANT_GROUP:
@@ -173,27 +217,48 @@ def attend(
     if tuning is not None:
         split = tuned(window, topk, **tuning)
     elif split is None:
-        split = plan(n, window, topk)
+        split = plan(n, heads, dim, window, topk)
+    some = entries or Entries(rows.span, rings, 1, 0, 0)
+    if split.wide:
+        wide = None if interpreted or dim != WIDE_DIM else wide_kernel(q.device)
+        # It reads 16 bytes at a time, the ring and the fresh rows as one memory.
+        places = rings.data_ptr(), fresh.data_ptr(), rings.stride(0), some.pool.data_ptr(), some.pool.stride(0), some.codes
+        if wide is not None and not any(place % 16 for place in places):
+            wide[(min(n, PROCESSORS),)](
+                n, q, out, rows.turn, sink, rows.position, rows.span, rows.start, rows.offset, rows.floor, rows.slot, rows.table,
+                some.selected, rings, fresh, some.pool, some.codes, some.scales, scale * 2.0**48 * math.log2(math.e),
+                rings.stride(0), rows.table.shape[1], H=heads, R=turned, W=window, RB=row_bytes, TOPK=topk, PER_BLOCK=some.per_block,
+                BLOCK_BYTES=some.pool.stride(0), ROTATE=rotate, REGISTERS=192, AHEAD=2, LATE=False, num_warps=4,
+            )  # fmt: skip
+            return
+        split = plan(n, heads, dim, window, topk, wide=False)
     if parts is None:
         parts = scratch(n, heads, dim, split.splits, q.device)
-    values, tops, sums = (rows.turn, rows.turn, rows.turn) if parts is None else parts
-    padded, words = max(16, _power(heads)), max(16, _power(dim // 4))
-    some = entries or Entries(rows.span, rings, 1, 0, 0)
-    k.attend[(n, split.splits)](
-        q, out, values, tops, sums, rows.turn, sink,
+    values, tops, sums, arrived = (rows.turn, rows.turn, rows.turn, rows.span) if parts is None else parts
+    count = min(split.heads or heads, heads)
+    padded, words = max(16, _power(count)), max(16, _power(dim // 4))
+    joined = min(padded, 64 if split.splits <= 2 else 32 if split.splits <= 4 else 16)  # more would not fit in registers
+    k.attend[(n, split.splits, -(-heads // count))](
+        q, out, values, tops, sums, arrived, rows.turn, sink,
         rows.position, rows.span, rows.start, rows.offset, rows.floor, rows.slot, rows.table, some.selected, rings, fresh, some.pool,
-        scale * 2.0**48 * math.log2(math.e), rings.stride(0), rows.table.shape[1],
-        H=heads, HP=padded, D=dim, WP=words, R=turned, W=window, RB=row_bytes,
-        TOPK=topk, PER_BLOCK=some.per_block, BLOCK_BYTES=some.pool.stride(0), CODES=some.codes, SCALES=some.scales,
-        BK=split.tile, TILES=split.tiles, WINDOW_SPLITS=split.window_splits, SPLITS=split.splits, ROTATE=rotate,
-        PACKED=split.packed and not interpreted, FP4=kernels.FP4_PAIRS, FP8=kernels.FP8_PAIRS, STAGES=split.stages,
-        DOT=k.tl.float32 if interpreted else k.tl.bfloat16, num_warps=split.warps if padded == 64 and words == 128 else 4, num_stages=2,
+        some.codes, some.scales, scale * 2.0**48 * math.log2(math.e), rings.stride(0), rows.table.shape[1], split.tiles,
+        H=heads, HB=count, HP=padded, HJ=joined, D=dim, WP=words, R=turned, W=window, RB=row_bytes,
+        TOPK=topk, PER_BLOCK=some.per_block, BLOCK_BYTES=some.pool.stride(0), BK=split.tile, SPLITS=split.splits,
+        ROTATE=rotate, PACKED=split.packed and not interpreted, FP4=kernels.FP4_PAIRS, FP8=kernels.FP8_PAIRS, STAGES=split.stages,
+        DOT=k.tl.float32 if interpreted else k.tl.bfloat16, num_warps=split.warps if words == 128 else 4, num_stages=2,
     )  # fmt: skip
-    if split.splits > 1:
-        k.combine[(n, heads)](
-            out, values, tops, sums, rows.turn, sink,
-            H=heads, D=dim, WP=words, R=turned, SPLITS=split.splits, num_warps=2 if words >= 64 else 1,
-        )  # fmt: skip
+
+
+@cache
+def wide_kernel(device: torch.device) -> Any | None:
+    """The kernel for many rows, or None: it needs a Hopper GPU, and a Triton that has Gluon."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from forebay.model.ops.kernels import attend_wide
+    except (ImportError, AttributeError):
+        return None
+    return attend_wide.attend_wide
 
 
 def _power(n: int) -> int:
@@ -251,7 +316,7 @@ def _inputs(n: int) -> Callable[[torch.device], tuple[Any, ...]]:
         slot = torch.arange(spans, device=device, dtype=torch.int32)
         rows = Rows(position, span, start, offset, torch.zeros_like(start), slot, table, turn)
         q = torch.randn((n, HEADS, DIM), generator=g, device=device).bfloat16()
-        sink, out, split = torch.zeros(HEADS, device=device), torch.empty_like(q), plan(n, WINDOW, TOPK)
+        sink, out, split = torch.zeros(HEADS, device=device), torch.empty_like(q), plan(n, HEADS, DIM, WINDOW, TOPK)
         entries = Entries(selected, pool, BLOCK, codes, scales)
         parts = scratch(n, HEADS, DIM, split.splits, device)
         return q, window_rows(spans, WINDOW), window_rows(n), entries, sink, DIM**-0.5, rows, out, split, parts

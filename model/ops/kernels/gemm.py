@@ -1,8 +1,7 @@
-"""The Triton kernels behind `gemm_ops`: FP8 weights widened to bf16, and MXFP4 experts for many rows (sorted assignments, tensor cores).
+"""The Triton kernels behind `gemm_ops`: FP8 weights widened to bf16, and a mixture of experts for many rows.
 
-Factors are bf16 on a GPU, which holds FP8 and FP4 values with their scales exactly, and fp32 in Triton's interpreter, whose bf16 product is
-wrong. Weights are the left factor, so that they reach the tensor cores from registers, where they are widened; even and odd channels
-are kept apart, as a byte holds one of each, and the rows they meet are split the same way beforehand. See `streams` for `EXACT`.
+`prepare` puts the input in the order of channels that `products` explains, `grouped_up` what it hands to `grouped_down`. D and I channels
+are kept as DP and IP, the next multiples of 128. See `streams` for `EXACT`.
 """
 
 # mypy: ignore-errors
@@ -13,82 +12,24 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-from forebay.model.ops.kernels import streams
+from forebay.model.ops.kernels import products, streams
+
+SIZES = ("n", "count", "slots")  # no number of rows must make the compiler work again
 
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, _bf16, _round_fp8, _sigmoid, _power, _e2m1, _fp4_tile, _glu, _tile
+    global tl, triton, _bf16, _round_fp8, _sigmoid, _power, _e4m3, _fp4_product, _fp4_products, _fp8_product, _glu
+    global _finish_up, _finish_down, _routed_up, _routed_up_twice, _routed_down, _routed_down_twice, _scales_of
     import triton
     import triton.language as tl
 
+    helpers = products.load(interpreted)
+    _power, _e4m3, _fp4_product, _fp8_product = helpers.power, helpers.e4m3, helpers.fp4_product, helpers.fp8_product
+    _fp4_products = helpers.fp4_products
     streams.load(interpreted)
     _bf16, _round_fp8, _sigmoid = streams._bf16, streams._round_fp8, streams._sigmoid
-
-    @triton.jit
-    def _power(byte):
-        """E8M0 byte -> fp32; byte 0 is 2^-127."""
-        e = byte.to(tl.int32)
-        return tl.where(e == 0, 0x400000, e << 23).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def _e2m1(code):
-        """Low four bits of int32 -> fp32: as the sign, exponent and mantissa of a number 2^126 too small, subnormal for 0.5."""
-        return (((code << 22) & 0x1C00000) | (code >> 3 << 31)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-    @triton.jit
-    def _fp4_tile(packed, scales, where, swhere, mask, smask, BN: tl.constexpr, G: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr):
-        """BN rows of G groups of 32: even and odd channels, [BN, 16 * G] each."""
-        code = tl.load(packed + where, mask=mask, other=0)
-        power = _power(tl.load(scales + swhere, mask=smask, other=127))[:, :, None]
-        if EXACT:
-            low = (_e2m1(code.to(tl.int32)) * power).to(DOT)
-            high = (_e2m1(code.to(tl.int32) >> 4) * power).to(DOT)
-        else:
-            # `_e2m1` two at a time, as bf16: 3.5 instructions a weight, where the above has 11 and 3.7 take as long as reading it
-            low, high = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 a, b, k, s, t;
-                mov.b32 k, 0x7E807E80;
-                prmt.b32 a, $4, 0, 0x4140;
-                prmt.b32 b, $4, 0, 0x4342;
-                shl.b32 s, a, 12;
-                and.b32 s, s, 0x80008000;
-                shl.b32 t, a, 6;
-                and.b32 t, t, 0x01C001C0;
-                or.b32 t, t, s;
-                mul.rn.bf16x2 t, t, k;
-                mul.rn.bf16x2 $0, t, $5;
-                shl.b32 s, b, 12;
-                and.b32 s, s, 0x80008000;
-                shl.b32 t, b, 6;
-                and.b32 t, t, 0x01C001C0;
-                or.b32 t, t, s;
-                mul.rn.bf16x2 t, t, k;
-                mul.rn.bf16x2 $1, t, $6;
-                shl.b32 s, a, 8;
-                and.b32 s, s, 0x80008000;
-                shl.b32 t, a, 2;
-                and.b32 t, t, 0x01C001C0;
-                or.b32 t, t, s;
-                mul.rn.bf16x2 t, t, k;
-                mul.rn.bf16x2 $2, t, $5;
-                shl.b32 s, b, 8;
-                and.b32 s, s, 0x80008000;
-                shl.b32 t, b, 2;
-                and.b32 t, t, 0x01C001C0;
-                or.b32 t, t, s;
-                mul.rn.bf16x2 t, t, k;
-                mul.rn.bf16x2 $3, t, $6;
-                }""",
-                "=&r,=&r,=&r,=&r,r,r,r",
-                args=[code, tl.broadcast_to(power.to(tl.bfloat16), [BN, G, 16])],
-                dtype=(tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=4,
-            )
-        return tl.reshape(low, [BN, 16 * G]), tl.reshape(high, [BN, 16 * G])
 
     @triton.jit
     def _glu(gate, up, w, limit, CLAMP: tl.constexpr, EXACT: tl.constexpr):
@@ -101,20 +42,39 @@ def load(interpreted: bool) -> SimpleNamespace:
         return _bf16(w * (a * _sigmoid(a) * b), EXACT)
 
     @triton.jit
-    def _tile(offsets, tile, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-        """Expert of a tile of BM assignments, first assignment, one past the expert's last; the expert is E past the last tile."""
-        every = tl.arange(0, EP)
-        start = tl.load(offsets + every, mask=every < E, other=0)
-        stop = tl.load(offsets + every + 1, mask=every < E, other=0)
-        tiles = (stop - start + BM - 1) // BM
-        through = tl.cumsum(tiles, 0)
-        expert = tl.sum(((through <= tile) & (every < E)).to(tl.int32), 0)
-        mine = every == expert
-        before = tl.sum(tl.where(mine, through - tiles, 0), 0)
-        first = tl.sum(tl.where(mine, start, 0), 0) + (tile - before) * BM
-        return expert, first, tl.sum(tl.where(mine, stop, 0), 0)
+    def _finish_up(
+        acc, w, live, to, h, limit, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, CLAMP: tl.constexpr,
+        EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """SwiGLU of BN / 2 channels, FP8-rounded, into rows `to` of h. In acc eight channels of gate and their eight of up alternate, which
+        the same threads hold."""
+        IP: tl.constexpr = (I + 127) // 128 * 128
+        HALF: tl.constexpr = BN // 2
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 16, 2, 8, BM]), (0, 2, 3, 1)))
+        v = _glu(tl.reshape(gate, [HALF, BM]), tl.reshape(up, [HALF, BM]), w[None, :], limit, CLAMP, EXACT)
+        if I % 128 != 0:
+            v = tl.where((tl.program_id(0) * HALF + tl.arange(0, HALF) < I)[:, None], v, 0.0)
+        v = tl.reshape(v, [HALF // 32, 32, BM])
+        q, bits = _round_fp8(v, tl.max(tl.abs(v), 1)[:, None, :])
+        U: tl.constexpr = STEP // 4 if STEP < HALF else HALF // 4
+        BLOCKS: tl.constexpr = HALF // 4 // U
+        v = tl.reshape(q * bits.to(tl.float32, bitcast=True), [BLOCKS, U, 4, BM])
+        v = tl.permute(v, (3, 0, 2, 1)).to(tl.bfloat16)
+        word = tl.program_id(0) * (HALF // 4)
+        begin = tl.multiple_of(word // (STEP // 4) * STEP + word % (STEP // 4), U)
+        block = tl.arange(0, BLOCKS)[None, :, None, None] * STEP
+        at = block + tl.arange(0, 4)[None, None, :, None] * (STEP // 4) + tl.arange(0, U)[None, None, None, :]
+        tl.store(h + begin + to.to(tl.int64)[:, None, None, None] * IP + at, v, mask=live[:, None, None, None])
 
     @triton.jit
+    def _finish_down(acc, live, to, parts, channel, D: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr):
+        at = parts + to.to(tl.int64)[None, :] * D + channel[:, None]
+        if D % BN == 0:
+            tl.store(at, _bf16(acc, EXACT).to(tl.bfloat16), mask=live[None, :])
+        else:
+            tl.store(at, _bf16(acc, EXACT).to(tl.bfloat16), mask=live[None, :] & (channel < D)[:, None])
+
+    @triton.jit(do_not_specialize=["O"])
     def widen(codes, scales, out, O, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, EXACT: tl.constexpr):
         """Program (BR rows, BK columns) of codes [O, K] with scales [O/32, K/32] -> bf16 [O, K]."""
         row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -123,24 +83,13 @@ def load(interpreted: bool) -> SimpleNamespace:
         at = row.to(tl.int64)[:, None] * K + column[None, :]
         code = tl.load(codes + at, mask=mask, other=0)
         if EXACT:
-            a = (code & 0x7F).to(tl.int32)
-            w = tl.where(a < 8, a.to(tl.float32) * 0.001953125, ((a << 20) + (120 << 23)).to(tl.float32, bitcast=True))
-            w = tl.where(code > 127, -w, w)
+            w = _e4m3(code.to(tl.int32))
         else:
             w = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         power = _power(tl.load(scales + (row // 32)[:, None] * (K // 32) + (column // 32)[None, :], mask=mask, other=127))
         tl.store(out + at, (w * power).to(tl.bfloat16), mask=mask)
 
-    @triton.jit
-    def split(x, out, n, D: tl.constexpr, BD: tl.constexpr):
-        """Program (row, BD pairs): x int32 [n, D/2], a pair of bf16 each -> int16 [n, 2, D/2], even channels, then odd."""
-        row = tl.program_id(0).to(tl.int64)
-        pair = tl.program_id(1) * BD + tl.arange(0, BD)
-        v = tl.load(x + row * (D // 2) + pair, mask=pair < D // 2, other=0)
-        tl.store(out + row * D + pair, v.to(tl.int16), mask=pair < D // 2)
-        tl.store(out + row * D + D // 2 + pair, (v >> 16).to(tl.int16), mask=pair < D // 2)
-
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])
     def round_rows(y, count, B: tl.constexpr):
         """Program: B groups of 32 bf16 values, FP8-rounded in place."""
         group = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
@@ -150,97 +99,215 @@ def load(interpreted: bool) -> SimpleNamespace:
         q, bits = _round_fp8(v, tl.max(tl.abs(v), 1)[:, None])
         tl.store(y + at, (q * bits.to(tl.float32, bitcast=True)).to(tl.bfloat16), mask=mask)
 
-    @triton.jit
-    def glu(x, h, count, limit, I: tl.constexpr, B: tl.constexpr, CLAMP: tl.constexpr, EXACT: tl.constexpr):
-        """Program: B groups of 32 channels of [n, 2I], gate and up -> h [n, I], FP8-rounded: a shared expert."""
-        group = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
-        row = group // (I // 32)
-        channel = (group % (I // 32))[:, None] * 32 + tl.arange(0, 32)[None, :]
-        mask = (group < count)[:, None]
-        at = row[:, None] * (2 * I) + channel
-        gate = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(x + at + I, mask=mask, other=0.0).to(tl.float32)
-        v = _glu(gate, up, 1.0, limit, CLAMP, EXACT)
-        q, bits = _round_fp8(v, tl.max(tl.abs(v), 1)[:, None])
-        tl.store(h + row[:, None] * I + channel, (q * bits.to(tl.float32, bitcast=True)).to(tl.bfloat16), mask=mask)
+    @triton.jit(do_not_specialize=SIZES)
+    def prepare(
+        indices, order, tiles, x, pairs, n, count, slots,
+        E: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BA: tl.constexpr, BU: tl.constexpr, ROWS: tl.constexpr,
+        STEP: tl.constexpr,
+    ):  # fmt: skip
+        """Programs 0 to E - 1 sort: expert e's assignments, ascending, into their part of `order`, and its tiles of BM of them into `tiles`
+        [3, slots]: expert, first and one past the last in `order`. An expert has a fixed run of tiles, those it does not need of expert -1.
+
+        The other programs bring BU words (of four bf16, int64) of ROWS rows of x [n, D/4] into the order of the products: pairs [n, DP]
+        int16.
+        """
+        e = tl.program_id(0)
+        if e < E:
+            place = tl.arange(0, BA)
+            lower = tl.zeros([BA], tl.int32)
+            same = tl.zeros([BA], tl.int32)
+            start = 0
+            while start < count:
+                other = tl.load(indices + start + place, mask=start + place < count, other=-1)
+                lower += ((other >= 0) & (other < e)).to(tl.int32)
+                same += (other == e).to(tl.int32)
+                start += BA
+            before = tl.sum(lower, 0)
+            stop = before + tl.sum(same, 0)
+            tile = before // BM + e
+            after = tl.where(e == E - 1, slots, stop // BM + e + 1)
+            at = tile
+            while at < after:
+                where = at + tl.arange(0, 64)
+                first = before + (where - tile) * BM
+                mask = where < after
+                tl.store(tiles + where, tl.where(first < stop, e, -1), mask=mask)
+                tl.store(tiles + slots + where, first, mask=mask)
+                tl.store(tiles + 2 * slots + where, tl.zeros([64], tl.int32) + stop, mask=mask)
+                at += 64
+            start = 0
+            while start < count:
+                mine = (tl.load(indices + start + place, mask=start + place < count, other=-1) == e).to(tl.int32)
+                tl.store(order + before + tl.cumsum(mine, 0) - 1, start + place, mask=mine != 0)
+                before += tl.sum(mine, 0)
+                start += BA
+        else:
+            DP: tl.constexpr = (D + 127) // 128 * 128
+            row = ((e - E) // PARTS * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+            word = ((e - E) % PARTS * BU + tl.arange(0, BU))[None, :]
+            v = tl.load(x + row * (D // 4) + word, mask=(row < n) & (word < D // 4), other=0)
+            U: tl.constexpr = STEP // 4
+            to = pairs + row * DP + word // U * STEP + word % U
+            for p in tl.static_range(4):
+                tl.store(to + p * U, (v >> (16 * p)).to(tl.int16), mask=(row < n) & (word < DP // 4))
 
     @triton.jit
+    def _scales_of(scales, rows, K: tl.constexpr):
+        """Where the scales of a row begin, which are words where a row of them is whole words."""
+        if K % 128 == 0:
+            at = scales + rows * (K // 128)
+        else:
+            at = scales + rows * (K // 32)
+        return at
+
+    @triton.jit
+    def _routed_up(
+        x, packed, scales, table, order, weights, h, rows, first, stop, limit, row,
+        D: tl.constexpr, I: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+        STAGES: tl.constexpr, DUP: tl.constexpr, CLAMP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        place = first + tl.arange(0, BM)
+        slot = tl.load(order + tl.minimum(place, stop - 1))
+        packed += rows * (D // 8)
+        scales = _scales_of(scales, rows, D)
+        acc = _fp4_product(x, packed, scales, table, slot // TOPK, row, D, BM, BN, STEP, STAGES, DUP, DOT, EXACT)
+        _finish_up(acc, tl.load(weights + slot), place < stop, place, h, limit, I, BM, BN, STEP, CLAMP, EXACT)
+
+    @triton.jit
+    def _routed_up_twice(
+        x, packed, scales, table, order, weights, h, rows, first, stop, limit, row,
+        D: tl.constexpr, I: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+        STAGES: tl.constexpr, DUP: tl.constexpr, CLAMP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        place = first + tl.arange(0, BM)  # all of them live
+        place2 = first + BM + tl.arange(0, BM2)
+        slot = tl.load(order + place)
+        slot2 = tl.load(order + tl.minimum(place2, stop - 1))
+        packed += rows * (D // 8)
+        scales = _scales_of(scales, rows, D)
+        acc, acc2 = _fp4_products(x, packed, scales, table, slot // TOPK, slot2 // TOPK, row, D, BM, BM2, BN, STEP, STAGES, DUP, DOT, EXACT)
+        _finish_up(acc, tl.load(weights + slot), place < stop, place, h, limit, I, BM, BN, STEP, CLAMP, EXACT)
+        _finish_up(acc2, tl.load(weights + slot2), place2 < stop, place2, h, limit, I, BM2, BN, STEP, CLAMP, EXACT)
+
+    @triton.jit
+    def _routed_down(
+        h, packed, scales, table, order, parts, rows, first, stop, channel, row,
+        D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+        DUP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        place = first + tl.arange(0, BM)
+        source = tl.minimum(place, stop - 1)
+        packed += rows * (I // 8)
+        scales = _scales_of(scales, rows, I)
+        acc = _fp4_product(h, packed, scales, table, source, row, I, BM, BN, STEP, STAGES, DUP, DOT, EXACT)
+        _finish_down(acc, place < stop, tl.load(order + source), parts, channel, D, BN, EXACT)
+
+    @triton.jit
+    def _routed_down_twice(
+        h, packed, scales, table, order, parts, rows, first, stop, channel, row,
+        D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+        STAGES: tl.constexpr, DUP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        place = first + tl.arange(0, BM)
+        place2 = first + BM + tl.arange(0, BM2)
+        source2 = tl.minimum(place2, stop - 1)
+        packed += rows * (I // 8)
+        scales = _scales_of(scales, rows, I)
+        acc, acc2 = _fp4_products(h, packed, scales, table, place, source2, row, I, BM, BM2, BN, STEP, STAGES, DUP, DOT, EXACT)
+        _finish_down(acc, place < stop, tl.load(order + place), parts, channel, D, BN, EXACT)
+        _finish_down(acc2, place2 < stop, tl.load(order + source2), parts, channel, D, BN, EXACT)
+
+    @triton.jit(do_not_specialize=[*SIZES, "shared"])
     def grouped_up(
-        x, packed, scales, order, offsets, weights, h, limit,
-        D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-        G: tl.constexpr, CLAMP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+        x, packed, scales, codes, code_scales, table, order, tiles, weights, h, limit, n, count, slots, shared,
+        D: tl.constexpr, I: tl.constexpr, TOPK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+        STAGES: tl.constexpr, DUP: tl.constexpr, SHARED_STAGES: tl.constexpr, QUARTERS: tl.constexpr, SHARED: tl.constexpr,
+        CLAMP: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
     ):  # fmt: skip
-        """Program (BN channels, BM sorted assignments). x [n, 2, D/2], packed [E, 2I, D/2] -> h [assignments, 2, I/2] as `split` has it,
-        FP8-rounded, at the assignment's place in `order`."""
-        expert, first, stop = _tile(offsets, tl.program_id(1), E, EP, BM)
-        if expert < E:
-            place = first + tl.arange(0, BM)
-            live = place < stop
-            slot = tl.load(order + place, mask=live, other=0)
-            source = (slot // TOPK).to(tl.int64) * D
-            channel = tl.program_id(0) * BN + tl.arange(0, BN)
-            base = expert.to(tl.int64) * (2 * I) + channel
-            pair = tl.arange(0, 16)
-            half = tl.arange(0, 16 * G)
-            gate = tl.zeros([BN, BM], tl.float32)
-            up = tl.zeros([BN, BM], tl.float32)
-            for g in range(0, D // 32, G):
-                group = g + tl.arange(0, G)
-                inside = (channel < I)[:, None] & (group < D // 32)[None, :]
-                where = base[:, None, None] * (D // 2) + (group[:, None] * 16 + pair[None, :])[None, :, :]
-                swhere = base[:, None] * (D // 32) + group[None, :]
-                dim = g * 16 + half
-                some = live[None, :] & (dim < D // 2)[:, None]
-                even = tl.load(x + source[None, :] + dim[:, None], mask=some, other=0.0).to(DOT)
-                odd = tl.load(x + source[None, :] + dim[:, None] + D // 2, mask=some, other=0.0).to(DOT)
-                low, high = _fp4_tile(packed, scales, where, swhere, inside[:, :, None], inside, BN, G, DOT, EXACT)
-                gate = tl.dot(low, even, gate)
-                gate = tl.dot(high, odd, gate)
-                low, high = _fp4_tile(
-                    packed, scales, where + I * (D // 2), swhere + I * (D // 32), inside[:, :, None], inside, BN, G, DOT, EXACT
-                )
-                up = tl.dot(low, even, up)
-                up = tl.dot(high, odd, up)
-            w = tl.load(weights + slot, mask=live, other=0.0)
-            v = tl.reshape(_glu(gate, up, w[None, :], limit, CLAMP, EXACT), [BN // 32, 32, BM])
-            q, bits = _round_fp8(v, tl.max(tl.abs(v), 1)[:, None, :])
-            v = tl.reshape(q * bits.to(tl.float32, bitcast=True), [BN, BM])
-            to = h + place.to(tl.int64)[None, :] * I + ((channel % 2) * (I // 2) + channel // 2)[:, None]
-            tl.store(to, v.to(tl.bfloat16), mask=live[None, :] & (channel < I)[:, None])
+        """Program (BN / 2 channels of gate and of up, tile of BM rows). The first `shared` tiles are rows of the shared expert, codes [2I,
+        D/4] int32; the others those of `tiles`, packed [E, 2I, D/8] int32. x and h as the module says: [n, DP] -> [count + n, IP],
+        FP8-rounded, at an assignment's place in `order`; the shared expert's rows follow. A tile that is half empty is worked as half a
+        tile, with QUARTERS one that is a quarter empty as three quarters."""
+        tile = tl.program_id(1)
+        i = tl.arange(0, BN)
+        channel = tl.program_id(0) * (BN // 2) + i // 16 * 8 + i % 8
+        if I % 128 != 0:
+            channel = tl.minimum(channel, I - 1)
+        row = channel + i // 8 % 2 * I
+        if tile < shared:
+            if SHARED:
+                place = tile * BM + tl.arange(0, BM)
+                source = tl.minimum(place, n - 1)
+                acc = _fp8_product(x, codes, code_scales, table, source, row, D, BM, BN, STEP, SHARED_STAGES, DUP, DOT, EXACT)
+                _finish_up(acc, tl.full([BM], 1.0, tl.float32), place < n, count + place, h, limit, I, BM, BN, STEP, CLAMP, EXACT)
+        else:
+            expert = tl.load(tiles + tile - shared)
+            first = tl.load(tiles + slots + tile - shared)
+            stop = tl.load(tiles + 2 * slots + tile - shared)
+            rows = expert.to(tl.int64) * (2 * I)
+            HALF: tl.constexpr = BM // 2 if BM >= 32 else BM
+            MOST: tl.constexpr = BM // 4 * 3 if QUARTERS else HALF
+            if expert >= 0:
+                if first + HALF >= stop:
+                    _routed_up(
+                        x, packed, scales, table, order, weights, h, rows, first, stop, limit, row, D, I, TOPK, HALF, BN, STEP, STAGES, DUP,
+                        CLAMP, DOT, EXACT,
+                    )  # fmt: skip
+                elif first + MOST < stop:
+                    _routed_up(
+                        x, packed, scales, table, order, weights, h, rows, first, stop, limit, row, D, I, TOPK, BM, BN, STEP, STAGES, DUP,
+                        CLAMP, DOT, EXACT,
+                    )  # fmt: skip
+                if QUARTERS:  # noqa: SIM102 (a branch that is not compiled otherwise)
+                    if (first + HALF < stop) & (first + MOST >= stop):
+                        _routed_up_twice(
+                            x, packed, scales, table, order, weights, h, rows, first, stop, limit, row, D, I, TOPK, HALF, HALF // 2, BN,
+                            STEP, STAGES, DUP, CLAMP, DOT, EXACT,
+                        )  # fmt: skip
 
-    @triton.jit
+    @triton.jit(do_not_specialize=[*SIZES, "shared"])
     def grouped_down(
-        h, packed, scales, order, offsets, parts,
-        D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, G: tl.constexpr,
-        DOT: tl.constexpr, EXACT: tl.constexpr,
+        h, packed, scales, codes, code_scales, table, order, tiles, parts, n, count, slots, shared,
+        D: tl.constexpr, I: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, DUP: tl.constexpr,
+        SHARED_STAGES: tl.constexpr, QUARTERS: tl.constexpr, SHARED: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
     ):  # fmt: skip
-        """Program (BN channels, BM sorted assignments): h as `grouped_up` leaves it, packed [E, D, I/2] -> parts [assignments, D] bf16,
-        each at its own number."""
-        expert, first, stop = _tile(offsets, tl.program_id(1), E, EP, BM)
-        if expert < E:
-            place = first + tl.arange(0, BM)
-            live = place < stop
-            slot = tl.load(order + place, mask=live, other=0)
-            source = place.to(tl.int64) * I
-            channel = tl.program_id(0) * BN + tl.arange(0, BN)
-            base = expert.to(tl.int64) * D + channel
-            pair = tl.arange(0, 16)
-            half = tl.arange(0, 16 * G)
-            acc = tl.zeros([BN, BM], tl.float32)
-            for g in range(0, I // 32, G):
-                group = g + tl.arange(0, G)
-                inside = (channel < D)[:, None] & (group < I // 32)[None, :]
-                where = base[:, None, None] * (I // 2) + (group[:, None] * 16 + pair[None, :])[None, :, :]
-                swhere = base[:, None] * (I // 32) + group[None, :]
-                dim = g * 16 + half
-                some = live[None, :] & (dim < I // 2)[:, None]
-                even = tl.load(h + source[None, :] + dim[:, None], mask=some, other=0.0).to(DOT)
-                odd = tl.load(h + source[None, :] + dim[:, None] + I // 2, mask=some, other=0.0).to(DOT)
-                low, high = _fp4_tile(packed, scales, where, swhere, inside[:, :, None], inside, BN, G, DOT, EXACT)
-                acc = tl.dot(low, even, acc)
-                acc = tl.dot(high, odd, acc)
-            to = parts + slot.to(tl.int64)[None, :] * D + channel[:, None]
-            tl.store(to, _bf16(acc, EXACT).to(tl.bfloat16), mask=live[None, :] & (channel < D)[:, None])
+        """Program (BN channels, tile of BM rows), as `grouped_up`: h [count + n, IP], packed [E, D, I/8], codes [D, I/4] -> parts [count +
+        n, D] bf16, an assignment's at its own number."""
+        tile = tl.program_id(1)
+        channel = tl.program_id(0) * BN + tl.arange(0, BN)
+        row = channel
+        if D % BN != 0:
+            row = tl.minimum(row, D - 1)
+        if tile < shared:
+            if SHARED:
+                place = tile * BM + tl.arange(0, BM)
+                source = count + tl.minimum(place, n - 1)
+                acc = _fp8_product(h, codes, code_scales, table, source, row, I, BM, BN, STEP, SHARED_STAGES, DUP, DOT, EXACT)
+                _finish_down(acc, place < n, count + place, parts, channel, D, BN, EXACT)
+        else:
+            expert = tl.load(tiles + tile - shared)
+            first = tl.load(tiles + slots + tile - shared)
+            stop = tl.load(tiles + 2 * slots + tile - shared)
+            rows = expert.to(tl.int64) * D
+            HALF: tl.constexpr = BM // 2 if BM >= 32 else BM
+            MOST: tl.constexpr = BM // 4 * 3 if QUARTERS else HALF
+            if expert >= 0:
+                if first + HALF >= stop:
+                    _routed_down(
+                        h, packed, scales, table, order, parts, rows, first, stop, channel, row, D, I, HALF, BN, STEP, STAGES, DUP, DOT,
+                        EXACT,
+                    )  # fmt: skip
+                elif first + MOST < stop:
+                    _routed_down(
+                        h, packed, scales, table, order, parts, rows, first, stop, channel, row, D, I, BM, BN, STEP, STAGES, DUP, DOT,
+                        EXACT,
+                    )  # fmt: skip
+                if QUARTERS:  # noqa: SIM102 (a branch that is not compiled otherwise)
+                    if (first + HALF < stop) & (first + MOST >= stop):
+                        _routed_down_twice(
+                            h, packed, scales, table, order, parts, rows, first, stop, channel, row, D, I, HALF, HALF // 2, BN, STEP,
+                            STAGES, DUP, DOT, EXACT,
+                        )  # fmt: skip
 
     @triton.jit
     def combine(
@@ -263,5 +330,5 @@ def load(interpreted: bool) -> SimpleNamespace:
             total += tl.load(shared + row * D + channel, mask=real, other=0.0).to(tl.float32)
         tl.store(out + row * D + channel, _bf16(total, EXACT).to(tl.bfloat16), mask=mask)
 
-    names = {"widen": widen, "split": split, "round_rows": round_rows, "glu": glu, "up": grouped_up, "down": grouped_down}
-    return SimpleNamespace(**names, combine=combine, tl=tl)
+    names = {"widen": widen, "round_rows": round_rows, "prepare": prepare, "up": grouped_up, "down": grouped_down, "combine": combine}
+    return SimpleNamespace(**names, tl=tl)

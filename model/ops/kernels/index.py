@@ -9,8 +9,9 @@ A product is taken per group of 32 channels, and the key's scale is applied to i
 one power of two, the largest 144 of it and their sum at most 4,608 of it: 13 bits, so the accumulators of Hopper's FP8 units, which keep
 about 14, lose nothing. The four scaled sums are added in fp32, as the reference adds its channels, in another order.
 
-`FP8` off gives the same by bf16 products of dequantised keys, for comparison. `ASM` off gives plain integer operations, fp32 products and
-rounding by hand for Triton's interpreter, which has no inline assembly, whose bf16 product is wrong and whose casts to bf16 cut off.
+`FP8` off gives the same by bf16 products of scaled keys, added over all channels by the accumulators, for comparison. `ASM` off gives plain
+integer operations, fp32 products and rounding by hand for Triton's interpreter, which has no inline assembly, whose bf16 product is wrong
+and whose casts to bf16 cut off.
 """
 
 # mypy: ignore-errors
@@ -25,21 +26,22 @@ from types import SimpleNamespace
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, near, group_codes, group_dot, head_sum, row_scores, key_codes, key_scales, query_groups, head_weights, put
+    global tl, triton, near, group_codes, group_dot, first_of, head_sum, row_scores, halves, key_codes, key_scales
+    global quarters, paged, fetch, query_groups, head_weights, put
     import triton
     import triton.language as tl
 
     @triton.jit
     def near(x):
-        """fp32 rounded to bf16, to nearest even, by integer arithmetic."""
+        """fp32 rounded to bf16, to nearest even, by integer arithmetic; a NaN stays one (a GPU's own, 0x7FFFFFFF, would overflow to -0)."""
         bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return tl.where(x == x, ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True), float("nan"))
 
     @triton.jit
     def queries(q, turn, out, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, W: tl.constexpr):
-        """One row: rotation of the last W channels of each head, FP4 in groups of 32, as E5M2 codes and a power of two per head."""
+        """HP heads of one row: rotation of the last W channels, FP4 in groups of 32, as E5M2 codes and a power of two per head."""
         row = tl.program_id(0).to(tl.int64)
-        head = tl.arange(0, HP)[:, None, None]
+        head = tl.program_id(1) * HP + tl.arange(0, HP)[:, None, None]
         group = tl.arange(0, D // 32)[None, :, None]
         inside = tl.arange(0, 32)[None, None, :]
         channel = group * 32 + inside
@@ -77,11 +79,15 @@ def load(interpreted: bool) -> SimpleNamespace:
         tl.store((out + line + D).to(tl.pointer_type(tl.float32)), power, mask=live)
 
     @triton.jit
-    def group_codes(q, row, g: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-        """Group g of a row's queries, [32, HP]: E5M2, or their values as bf16 or fp32. Turned here, so that a loop over keys need not."""
-        head = tl.arange(0, HP)
-        at = (row * H + head)[:, None] * (D + 16) + g * 32 + tl.arange(0, 32)[None, :]
-        code = tl.load(q + at, mask=(head < H)[:, None], other=0)
+    def group_codes(
+        q, row, last,
+        g: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    ):  # fmt: skip
+        """Group g of the queries of ROWS rows, those before `last`, [32, ROWS * HP]: E5M2, or their values as bf16 or fp32."""
+        column = tl.arange(0, ROWS * HP)
+        each, head = row + column // HP, column % HP
+        at = (each * H + head)[:, None] * (D + 16) + g * 32 + tl.arange(0, 32)[None, :]
+        code = tl.load(q + at, mask=((head < H) & (each < last))[:, None], other=0)
         if FP8 and ASM:
             return tl.trans(code.to(tl.float8e5, bitcast=True))
         elif ASM:
@@ -92,8 +98,8 @@ def load(interpreted: bool) -> SimpleNamespace:
             return tl.trans(tl.where((wide & 0x7F) > 0x7C, float("nan"), value))
 
     @triton.jit
-    def group_dot(packed, power, q, BK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-        """Products of a group of 32 channels times the keys' scales: packed [BK, 16], power [BK], q [32, HP] -> [BK, HP] fp32."""
+    def group_dot(packed, power, q, total, BK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
+        """total [BK, N] fp32 and products of a group of 32 channels times the keys' scales: packed [BK, 16], power [BK], q [32, N]."""
         if FP8 and ASM:
             low, high = tl.inline_asm_elementwise(
                 """
@@ -111,19 +117,58 @@ def load(interpreted: bool) -> SimpleNamespace:
                 "=&r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
             )  # fmt: skip
             keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]).to(tl.float8e4nv, bitcast=True)
-            return tl.dot(keys, q) * power[:, None]
+            return total + tl.dot(keys, q) * power[:, None]
+        elif ASM:
+            # A code's bits are put where they make the bf16 number of 2^-126 its value; the power of two leaves 2^-14 of it.
+            factor = tl.broadcast_to((power * 5.192296858534828e33).to(tl.bfloat16)[:, None], packed.shape)
+            low, high = tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 y, a, b;
+                prmt.b32 y, $4, 0, 0x4140;
+                shl.b32 a, y, 12;
+                shl.b32 b, y, 6;
+                and.b32 b, b, 0x01c001c0;
+                lop3.b32 a, a, 0x80008000, b, 0xea;
+                mul.rn.bf16x2 $0, a, $5;
+                shl.b32 a, y, 8;
+                shl.b32 b, y, 2;
+                and.b32 b, b, 0x01c001c0;
+                lop3.b32 a, a, 0x80008000, b, 0xea;
+                mul.rn.bf16x2 $2, a, $5;
+                prmt.b32 y, $4, 0, 0x4342;
+                shl.b32 a, y, 12;
+                shl.b32 b, y, 6;
+                and.b32 b, b, 0x01c001c0;
+                lop3.b32 a, a, 0x80008000, b, 0xea;
+                mul.rn.bf16x2 $1, a, $6;
+                shl.b32 a, y, 8;
+                shl.b32 b, y, 2;
+                and.b32 b, b, 0x01c001c0;
+                lop3.b32 a, a, 0x80008000, b, 0xea;
+                mul.rn.bf16x2 $3, a, $6;
+                }
+                """,
+                "=&r,=&r,=&r,=&r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
+            return tl.dot(tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]), q, total)
         else:
             wide = packed.to(tl.int32)
             low = (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True)
             high = (((wide & 0x70) << 18) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
             keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]) * 1.329227995784916e36  # 2^120: 2^-6 of the value
-            if ASM:
-                keys = keys.to(tl.bfloat16)
-            return tl.dot(keys, q) * power[:, None]
+            return total + tl.dot(keys, q) * power[:, None]
 
     @triton.jit
-    def head_sum(total, weight, ASM: tl.constexpr):
-        """Dots [BK, HP] fp32 and weights [HP] fp32 of bf16 values -> scores [BK] fp32 of bf16 values; a NaN stays one."""
+    def first_of(a, b):
+        return a
+
+    @triton.jit
+    def head_sum(total, weight, BK: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+        """Dots [BK, ROWS * HP] fp32 and weights [ROWS * HP] fp32 of bf16 values -> scores [BK, ROWS] fp32 of bf16 values; a NaN stays one.
+
+        A tensor product with zeros and ones adds the rounded products, which spares their way back to fp32.
+        """
         if ASM:
             w = tl.broadcast_to(weight.to(tl.bfloat16)[None, :], total.shape)
             part = tl.inline_asm_elementwise(
@@ -131,42 +176,75 @@ def load(interpreted: bool) -> SimpleNamespace:
                 {
                 .reg .b32 a, z;
                 mov.b32 z, 0x80008000;
-                cvt.rn.relu.bf16x2.f32 a, $3, $2;
-                fma.rn.bf16x2 a, a, $4, z;
-                shl.b32 $0, a, 16;
-                and.b32 $1, a, 0xffff0000;
+                cvt.rn.relu.bf16x2.f32 a, $2, $1;
+                fma.rn.bf16x2 $0, a, $3, z;
                 }
                 """,
-                "=r,=r,r,r,r", [total, w], dtype=tl.float32, is_pure=True, pack=2,
+                "=r,r,r,r", [total, w], dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
-            return tl.sum(part, 1).to(tl.bfloat16).to(tl.float32)
+            mine = tl.arange(0, ROWS * HP)[:, None] // HP == tl.arange(0, 8)[None, :] % ROWS
+            sums = tl.dot(part, tl.where(mine, 1.0, 0.0).to(tl.bfloat16))
+            if ROWS < 8:  # the columns repeat
+                sums = tl.reduce(tl.reshape(sums, [BK, 8 // ROWS, ROWS]), 1, first_of)
+            return sums.to(tl.bfloat16).to(tl.float32)
         else:
             part = near(total)
             part = near(tl.where(part < 0.0, 0.0, part) * weight[None, :])
-            return near(tl.sum(part, 1))
+            return near(tl.sum(tl.reshape(part, [BK, ROWS, HP]), 2))
 
     @triton.jit
     def row_scores(
         p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight,
-        D: tl.constexpr, BK: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+        D: tl.constexpr, BK: tl.constexpr, HP: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
     ):  # fmt: skip
-        """Scores [BK] of one row: packed codes, scales and queries of up to four groups (of fewer, the rest are not looked at)."""
-        total = group_dot(p0, s0, q0, BK, FP8, ASM)
+        """Scores [BK, ROWS]: packed codes, scales and queries of up to four groups (of fewer, the rest are not looked at)."""
+        total = tl.zeros([BK, ROWS * HP], tl.float32)
+        total = group_dot(p0, s0, q0, total, BK, FP8, ASM)
         if D > 32:
-            total += group_dot(p1, s1, q1, BK, FP8, ASM)
+            total = group_dot(p1, s1, q1, total, BK, FP8, ASM)
         if D > 64:
-            total += group_dot(p2, s2, q2, BK, FP8, ASM)
-            total += group_dot(p3, s3, q3, BK, FP8, ASM)
-        return head_sum(total, weight, ASM)
+            total = group_dot(p2, s2, q2, total, BK, FP8, ASM)
+            total = group_dot(p3, s3, q3, total, BK, FP8, ASM)
+        return head_sum(total, weight, BK, HP, ROWS, ASM)
+
+    @triton.jit
+    def halves(packed, BK: tl.constexpr, W: tl.constexpr):
+        return tl.split(tl.permute(tl.reshape(packed, [BK, 2, W]), (0, 2, 1)))
+
+    @triton.jit
+    def quarters(packed, BK: tl.constexpr):
+        front, back = halves(packed, BK, 32)
+        p0, p1 = halves(front, BK, 16)
+        p2, p3 = halves(back, BK, 16)
+        return p0, p1, p2, p3
+
+    @triton.jit
+    def paged(codes, pages, begin, top, BK: tl.constexpr, ENTRIES: tl.constexpr):
+        """Packed codes [BK, 64] of the keys from `begin` on, copied by the tensor memory accelerator, and their pages.
+
+        BK divides ENTRIES, or is twice as many; the pages are one, or [BK].
+        """
+        page = tl.load(pages + begin // ENTRIES)
+        if BK <= ENTRIES:
+            return tl.reshape(codes.load([page, begin % ENTRIES, 0]), [BK, 64]), page.to(tl.int64)
+        else:
+            after = begin // ENTRIES + 1
+            other = tl.load(pages + after, mask=after * ENTRIES < top, other=0)
+            packed = tl.join(tl.reshape(codes.load([page, 0, 0]), [ENTRIES, 64]), tl.reshape(codes.load([other, 0, 0]), [ENTRIES, 64]))
+            return tl.reshape(tl.permute(packed, (2, 0, 1)), [BK, 64]), tl.where(tl.arange(0, BK) < ENTRIES, page, other).to(tl.int64)
 
     @triton.jit
     def key_codes(codes, at, D: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr):
-        """Packed codes [BK, 16] of up to four groups of the keys at offsets `at` [BK]."""
-        if SPLIT and D == 128:
-            packed = tl.load(codes + at[:, None] + tl.arange(0, 64)[None, :])
-            even, odd = tl.split(tl.permute(tl.reshape(packed, [BK, 2, 2, 16]), (0, 3, 1, 2)))
-            p0, p2 = tl.split(even)
-            p1, p3 = tl.split(odd)
+        """Packed codes [BK, 16] of up to four groups of the keys at offsets `at` [BK], SPLIT bytes of a key loaded at a time."""
+        if SPLIT == 64 and D == 128:
+            p0, p1, p2, p3 = quarters(tl.load(codes + at[:, None] + tl.arange(0, 64)[None, :]), BK)
+        elif SPLIT >= 32 and D >= 64:
+            place = at[:, None] + tl.arange(0, 32)[None, :]
+            p0, p1 = halves(tl.load(codes + place), BK, 16)
+            p2 = p0
+            p3 = p1
+            if D > 64:
+                p2, p3 = halves(tl.load(codes + place + 32), BK, 16)
         else:
             place = at[:, None] + tl.arange(0, 16)[None, :]
             p0 = tl.load(codes + place)
@@ -185,123 +263,138 @@ def load(interpreted: bool) -> SimpleNamespace:
         """Scales [BK] fp32 of up to four groups; a byte of 0, which only a null block has, gives 0."""
         if WORD and D == 128:
             word = tl.load((scales + at).to(tl.pointer_type(tl.int32)))
-            s0 = (word & 255) << 23
-            s1 = ((word >> 8) & 255) << 23
-            s2 = ((word >> 16) & 255) << 23
-            s3 = ((word >> 24) & 255) << 23
+            s0 = ((word & 255) << 23).to(tl.float32, bitcast=True)
+            s1 = (((word >> 8) & 255) << 23).to(tl.float32, bitcast=True)
+            s2 = (((word >> 16) & 255) << 23).to(tl.float32, bitcast=True)
+            s3 = (((word >> 24) & 255) << 23).to(tl.float32, bitcast=True)
+            return s0, s1, s2, s3
         else:
-            s0 = tl.load(scales + at).to(tl.int32) << 23
+            s0 = (tl.load(scales + at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
             s1 = s0
             s2 = s0
             s3 = s0
             if D > 32:
-                s1 = tl.load(scales + at + 1).to(tl.int32) << 23
+                s1 = (tl.load(scales + at + 1).to(tl.int32) << 23).to(tl.float32, bitcast=True)
             if D > 64:
-                s2 = tl.load(scales + at + 2).to(tl.int32) << 23
-                s3 = tl.load(scales + at + 3).to(tl.int32) << 23
-        s0 = s0.to(tl.float32, bitcast=True)
-        s1 = s1.to(tl.float32, bitcast=True)
-        s2 = s2.to(tl.float32, bitcast=True)
-        s3 = s3.to(tl.float32, bitcast=True)
-        return s0, s1, s2, s3
+                s2 = (tl.load(scales + at + 2).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+                s3 = (tl.load(scales + at + 3).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+            return s0, s1, s2, s3
 
     @triton.jit
-    def query_groups(q, row, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr):
-        q0 = group_codes(q, row, 0, H, HP, D, FP8, ASM)
+    def fetch(
+        codes, scales, pages, begin, top, code_block, scale_block,
+        D: tl.constexpr, CODE_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, ENTRIES: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+        WORD: tl.constexpr, COPY: tl.constexpr,
+    ):  # fmt: skip
+        """Codes and scales, by groups, of the BK keys from `begin` on; behind `top`, any keys'."""
+        entry = begin + tl.arange(0, BK)
+        if COPY:
+            packed, page = paged(codes, pages, begin, top, BK, ENTRIES)
+            p0, p1, p2, p3 = quarters(packed, BK)
+        elif ENTRIES % BK == 0:
+            page = tl.load(pages + begin // ENTRIES).to(tl.int64)
+            p0, p1, p2, p3 = key_codes(codes + page * code_block, entry % ENTRIES * CODE_ROW, D, BK, SPLIT)
+        else:
+            page = tl.load(pages + entry // ENTRIES, mask=entry < top, other=0).to(tl.int64)
+            p0, p1, p2, p3 = key_codes(codes, page * code_block + entry % ENTRIES * CODE_ROW, D, BK, SPLIT)
+        s0, s1, s2, s3 = key_scales(scales, page * scale_block + entry % ENTRIES * SCALE_ROW, D, WORD)
+        return p0, p1, p2, p3, s0, s1, s2, s3
+
+    @triton.jit
+    def query_groups(
+        q, row, last, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr
+    ):  # fmt: skip
+        q0 = group_codes(q, row, last, 0, H, HP, D, ROWS, FP8, ASM)
         q1 = q0
         q2 = q0
         q3 = q0
         if D > 32:
-            q1 = group_codes(q, row, 1, H, HP, D, FP8, ASM)
+            q1 = group_codes(q, row, last, 1, H, HP, D, ROWS, FP8, ASM)
         if D > 64:
-            q2 = group_codes(q, row, 2, H, HP, D, FP8, ASM)
-            q3 = group_codes(q, row, 3, H, HP, D, FP8, ASM)
+            q2 = group_codes(q, row, last, 2, H, HP, D, ROWS, FP8, ASM)
+            q3 = group_codes(q, row, last, 3, H, HP, D, ROWS, FP8, ASM)
         return q0, q1, q2, q3
 
     @triton.jit
-    def head_weights(q, weights, row, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr):
-        """Weights of a row's heads, [HP] fp32, times the powers of their queries: still bf16 values."""
-        head = tl.arange(0, HP)
-        live = head < H
-        weight = tl.load(weights + row * H + head, mask=live, other=0.0).to(tl.float32)
-        weight *= tl.load((q + (row * H + head) * (D + 16) + D).to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+    def head_weights(
+        q, weights, row, last, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr
+    ):  # fmt: skip
+        """Weights of the rows' heads, [ROWS * HP] fp32, times the powers of their queries: still bf16 values."""
+        column = tl.arange(0, ROWS * HP)
+        each, head = row + column // HP, column % HP
+        live = (head < H) & (each < last)
+        weight = tl.load(weights + each * H + head, mask=live, other=0.0).to(tl.float32)
+        weight *= tl.load((q + (each * H + head) * (D + 16) + D).to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+        if ASM and not FP8:
+            weight *= 256.0  # keys are 2^-14 of their values then, not 2^-6
         return weight
 
     @triton.jit
     def put(
-        total, begin, mine, row, out, maxima, out_stride, maxima_stride, columns,
-        BK: tl.constexpr, SIZE: tl.constexpr, MAXIMA: tl.constexpr,
+        total, begin, each, mine, some, out, maxima, out_stride, maxima_stride, columns,
+        BK: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, MAXIMA: tl.constexpr,
     ):  # fmt: skip
-        """Scores of the entries from `begin` on, of a row that sees `mine`, and the maxima of their blocks."""
-        entry = begin + tl.arange(0, BK)
+        """Scores [BK, ROWS] of the entries from `begin` on and the maxima of their blocks, for rows `each` that see `mine`."""
+        entry = (begin + tl.arange(0, BK))[:, None]
         total = tl.where(entry < mine, total, float("-inf"))
-        tl.store(out + row * out_stride + entry, total.to(tl.bfloat16), mask=entry < columns)
+        tl.store(out + each * out_stride + entry, total.to(tl.bfloat16), mask=(entry < columns) & some)
         if MAXIMA:
             best = tl.where(total == total, total, float("inf"))
-            best = tl.max(tl.reshape(best, [BK // SIZE, SIZE]), 1)
-            run = begin // SIZE + tl.arange(0, BK // SIZE)
+            best = tl.max(tl.reshape(best, [BK // SIZE, SIZE, ROWS]), 1)
+            run = (begin // SIZE + tl.arange(0, BK // SIZE))[:, None]
             best = tl.where((run == (mine - 1) // SIZE) & (run * SIZE < mine), float("inf"), best)
-            tl.store(maxima + row * maxima_stride + run, best.to(tl.bfloat16), mask=run * SIZE < columns)
+            tl.store(maxima + each * maxima_stride + run, best.to(tl.bfloat16), mask=(run * SIZE < columns) & some)
 
     @triton.jit
     def scan(
         q, weights, codes, scales, table, tile_first, tile_rows, span, visible, out, maxima,
         code_block, scale_block, table_stride, out_stride, maxima_stride, columns, count,
         H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, CODE_ROW: tl.constexpr, SCALE_ROW: tl.constexpr, ENTRIES: tl.constexpr,
-        SIZE: tl.constexpr, MAXIMA: tl.constexpr, SOLO: tl.constexpr, TILES: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-        SPLIT: tl.constexpr, WORD: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+        SIZE: tl.constexpr, MAXIMA: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+        SPLIT: tl.constexpr, WORD: tl.constexpr, COPY: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
     ):  # fmt: skip
-        """Every program takes an equal run of the pieces of BK keys that all tiles of rows see, whatever the tiles' lengths.
+        """Every program takes an equal run of all pieces, whatever the tiles' lengths: BK keys for ROWS rows of a tile, key by key.
 
-        SOLO: no tile has more than one row, so its queries stay put while the keys pass. Otherwise keys stay while the rows pass.
+        So the queries of ROWS rows stay put while the keys pass. COPY: `codes` is a tensor descriptor.
         """
         tiles = tl.arange(0, TILES)
         firsts = tl.load(tile_first + tiles, mask=tiles < count, other=0)
         many = tl.load(tile_rows + tiles, mask=tiles < count, other=0)
         tops = tl.load(visible + firsts + tl.maximum(many - 1, 0), mask=many > 0, other=0)  # rows ascend: the last sees most
+        spans = tl.load(span + firsts, mask=many > 0, other=0)
         tops = tl.minimum(tops, columns)
         pieces = (tops + BK - 1) // BK
-        ends = tl.cumsum(pieces, 0)
-        total_pieces = tl.sum(pieces, 0).to(tl.int64)
+        parts = pieces * ((many + ROWS - 1) // ROWS)
+        ends = tl.cumsum(parts, 0)
+        total_pieces = tl.sum(parts, 0).to(tl.int64)
         piece = (total_pieces * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
         stop = (total_pieces * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
         while piece < stop:
             tile = tl.sum(tl.where(ends <= piece, 1, 0), 0)
             here = tiles == tile
-            base = tl.sum(tl.where(here, ends - pieces, 0), 0)
             top = tl.sum(tl.where(here, tops, 0), 0)
-            row = tl.sum(tl.where(here, firsts, 0), 0).to(tl.int64)
-            last = row + tl.sum(tl.where(here, many, 0), 0)
-            upto = tl.minimum(stop, base + tl.sum(tl.where(here, pieces, 0), 0))
-            pages = table + tl.load(span + row).to(tl.int64) * table_stride
-            if SOLO:
-                q0, q1, q2, q3 = query_groups(q, row, H, HP, D, FP8, ASM)
-                weight = head_weights(q, weights, row, H, HP, D)
-                mine = tl.load(visible + row)
+            each = tl.sum(tl.where(here, pieces, 0), 0)
+            first = tl.sum(tl.where(here, firsts, 0), 0)
+            last = (first + tl.sum(tl.where(here, many, 0), 0)).to(tl.int64)
+            base = tl.sum(tl.where(here, ends - parts, 0), 0)
+            chunk = (piece - base) // each
+            base += chunk * each
+            row = (first + chunk * ROWS).to(tl.int64)
+            upto = tl.minimum(stop, base + each)
+            pages = table + tl.sum(tl.where(here, spans, 0), 0).to(tl.int64) * table_stride
+            q0, q1, q2, q3 = query_groups(q, row, last, H, HP, D, ROWS, FP8, ASM)
+            weight = head_weights(q, weights, row, last, H, HP, D, ROWS, FP8, ASM)
+            rows = (row + tl.arange(0, ROWS))[None, :]
+            some = rows < last
+            mine = tl.load(visible + rows, mask=some, other=0)
             for number in tl.range(piece - base, upto - base, num_stages=STAGES):
                 begin = number * BK
-                if ENTRIES % BK == 0:  # one page; what lies in it behind the last visible entry is read and its scores dropped
-                    page = tl.load(pages + begin // ENTRIES).to(tl.int64)
-                    inside = begin % ENTRIES + tl.arange(0, BK)
-                    code_at = inside * CODE_ROW
-                    scale_at = inside * SCALE_ROW
-                    p0, p1, p2, p3 = key_codes(codes + page * code_block, code_at, D, BK, SPLIT)
-                    s0, s1, s2, s3 = key_scales(scales + page * scale_block, scale_at, D, WORD)
-                else:
-                    entry = begin + tl.arange(0, BK)
-                    page = tl.load(pages + entry // ENTRIES, mask=entry < top, other=0).to(tl.int64)
-                    p0, p1, p2, p3 = key_codes(codes, page * code_block + entry % ENTRIES * CODE_ROW, D, BK, SPLIT)
-                    s0, s1, s2, s3 = key_scales(scales, page * scale_block + entry % ENTRIES * SCALE_ROW, D, WORD)
-                if SOLO:
-                    total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, FP8, ASM)
-                    put(total, begin, mine, row, out, maxima, out_stride, maxima_stride, columns, BK, SIZE, MAXIMA)
-                else:
-                    for each in range(row, last):
-                        weight = head_weights(q, weights, each, H, HP, D)
-                        r0, r1, r2, r3 = query_groups(q, each, H, HP, D, FP8, ASM)
-                        total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, r0, r1, r2, r3, weight, D, BK, FP8, ASM)
-                        theirs = tl.load(visible + each)
-                        put(total, begin, theirs, each, out, maxima, out_stride, maxima_stride, columns, BK, SIZE, MAXIMA)
+                p0, p1, p2, p3, s0, s1, s2, s3 = fetch(
+                    codes, scales, pages, begin, top, code_block, scale_block,
+                    D, CODE_ROW, SCALE_ROW, ENTRIES, BK, SPLIT, WORD, COPY,
+                )  # fmt: skip
+                total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, HP, ROWS, FP8, ASM)
+                put(total, begin, rows, mine, some, out, maxima, out_stride, maxima_stride, columns, BK, ROWS, SIZE, MAXIMA)
             piece = upto
 
     @triton.jit
@@ -327,9 +420,10 @@ def load(interpreted: bool) -> SimpleNamespace:
                 inside = tl.where(there, entry % ENTRIES, 0)
                 p0, p1, p2, p3 = key_codes(codes, page * code_block + inside * CODE_ROW, D, BK, SPLIT)
                 s0, s1, s2, s3 = key_scales(scales, page * scale_block + inside * SCALE_ROW, D, WORD)
-                q0, q1, q2, q3 = query_groups(q, row, H, HP, D, FP8, ASM)
-                weight = head_weights(q, weights, row, H, HP, D)
-                total = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, FP8, ASM)
+                q0, q1, q2, q3 = query_groups(q, row, row + 1, H, HP, D, 1, FP8, ASM)
+                weight = head_weights(q, weights, row, row + 1, H, HP, D, 1, FP8, ASM)
+                scores = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, HP, 1, FP8, ASM)
+                total = tl.reshape(scores, [BK])
             total = tl.where(there, total, float("-inf"))
             tl.store(out + row * out_stride + column, total.to(tl.bfloat16), mask=column < columns)
 

@@ -4,9 +4,9 @@ References: `ops.rope.rotate` then `ops.formats.index_round` for queries, `ops.i
 scores. Sums over channels and over heads are taken in a fixed order that is not the reference's, so a score may be one ulp of bf16 off
 where an fp32 sum lies next to a tie; it does not depend on how many keys or rows are scored.
 
-By estimate, from the loop compiled for Hopper at 32 heads of 128: 500 instructions of one thread a key, 3.9 cycles of a multiprocessor
-that issues 128 a cycle, of which 194 are integer operations or conversions, at 64 a cycle 3.0; the key's 68 bytes take about 4.2 cycles
-of its share of 4.2 TB/s at 1.98 GHz. So arithmetic and memory have to overlap for a scan to come near its floor.
+Measured on an H200 (2026-11-30, 32 heads of 128): 1M keys of one row 29 us out of a graph of repeats and 34 us after a buffer was written
+(a kernel that only reads the same pages took 20 and 28 us); 64 rows over 64K keys 80 us. The scan of one row is bound by its instructions,
+440 of one thread for 128 keys, and the waiting between them: on pages that stay in the L2 cache it took 28.5 us.
 """
 
 from __future__ import annotations
@@ -32,29 +32,36 @@ class Tuning:
     keys: keys of a piece, a power of two, at least 64 for the FP8 tensor cores. A piece within one page looks its page up once.
     programs: programs of a scan for each multiprocessor. warps: of a program. stages: of the pipeline of a scan; the page and then the keys
     take half of them each, so 3 has one piece's keys under way, 5 two; 1: none.
-    split: load all channels of a key at once and part them in registers, instead of group by group. fp8: else bf16 products.
+    split: bytes of a key that are loaded at a time, 16, 32 or 64, and parted in registers. fp8: else bf16 products.
+    rows: of a tile that pass over the keys together, a power of two up to 8; 1 where no tile has more.
+    registers: at most so many a thread, so that more programs fit on a multiprocessor; 0: as the compiler likes.
+    copy: let the tensor memory accelerator copy the keys' codes, where their strides allow it.
     """
 
     keys: int = 128
     programs: int = 2
     warps: int = 4
     stages: int = 5
-    split: bool = True
+    split: int = 64
     fp8: bool = True
+    registers: int = 0
+    rows: int = 4
+    copy: bool = True
 
 
-DEFAULT = Tuning()
+LONE = Tuning(programs=3, registers=168)  # for tiles of one row
+SHARED = Tuning(keys=64, stages=3)  # for tiles of several
+CANDIDATES = Tuning()
 
 
 def tuning_space() -> list[Tuning]:
     """Candidates for a sweep on a device."""
-    return [
-        Tuning(keys, programs, warps, stages, split)
-        for keys, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
-        for programs in (2, 3, 4)
-        for stages in (1, 3, 5, 7)
-        for split in (True, False)
-    ] + [Tuning(fp8=False)]
+    cuts = ((64, 5, 4, 96), (128, 3, 4, 168), (128, 4, 4, 128), (256, 2, 8, 128))  # keys, programs, warps, registers
+    copied = [
+        Tuning(keys, programs, warps, stages, registers=registers) for keys, programs, warps, registers in cuts for stages in (3, 5, 7)
+    ]
+    loaded = [Tuning(keys, 4, 4, 5, split, registers=128, copy=False) for keys in (64, 128) for split in (16, 32, 64)]
+    return copied + loaded + [Tuning(fp8=False)]
 
 
 class Keys(NamedTuple):
@@ -101,7 +108,10 @@ def round_queries(q: Tensor, turn: Tensor, out: Tensor) -> Tensor:
     """
     n, heads, dim = q.shape
     if n:  # without fused multiply-add, as the reference rounds both products of the rotation
-        _kernels().queries[(n,)](q, turn, out, H=heads, HP=_power(heads), D=dim, W=2 * turn.shape[2], num_warps=4, enable_fp_fusion=False)
+        some = min(4, _power(heads))
+        _kernels().queries[(n, -(-heads // some))](
+            q, turn, out, H=heads, HP=some, D=dim, W=2 * turn.shape[2], num_warps=4, enable_fp_fusion=False
+        )
     return out
 
 
@@ -125,7 +135,7 @@ def score_keys(
     *,
     maxima: Tensor | None = None,
     size: int = 8,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> Tensor:
     """Scores of all keys that a row sees; column i is entry i.
 
@@ -140,17 +150,21 @@ def score_keys(
         out: [n, m] bf16. Columns that a row does not see are -inf or, behind what its whole tile sees, left as they are. Returned.
         maxima: [n, ceil(m / size)] bf16 for the candidates: the best of each `size` columns, +inf for the newest; left alike.
     """
-    columns, count = out.shape[1], tiles.first.shape[0]
+    columns, count, lone = out.shape[1], tiles.first.shape[0], tiles.longest == 1
+    tuning = tuning or (LONE if lone else SHARED)
     if count > 4096:
         raise ValueError(f"a scan takes at most 4096 tiles, got {count}")
     if tuning.keys % size:
         raise ValueError(f"blocks of {size} columns do not fit pieces of {tuning.keys} keys")
     if columns and count:
+        copied = _descriptor(keys, tuning)
         _kernels().scan[(_programs(q.device, tuning),)](
-            q, weights, keys.codes, keys.scales, keys.table, tiles.first, tiles.rows, span, visible, out, out if maxima is None else maxima,
+            q, weights, keys.codes if copied is None else copied, keys.scales, keys.table, tiles.first, tiles.rows, span, visible,
+            out, out if maxima is None else maxima,
             keys.codes.stride(0), keys.scales.stride(0), keys.table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
-            columns, count, **_common(q, keys, tuning), SIZE=size, MAXIMA=maxima is not None, SOLO=tiles.longest == 1,
-            TILES=max(2, _power(count)), STAGES=tuning.stages, num_warps=tuning.warps, enable_fp_fusion=True,
+            columns, count, **_common(q, keys, tuning), COPY=copied is not None, SIZE=size, MAXIMA=maxima is not None,
+            ROWS=1 if lone else tuning.rows, TILES=max(2, _power(count)), STAGES=tuning.stages,
+            num_warps=tuning.warps, enable_fp_fusion=True, **_limit(tuning),
         )  # fmt: skip
     return out
 
@@ -166,7 +180,7 @@ def score_candidates(
     size: int,
     out: Tensor,
     *,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning = CANDIDATES,
 ) -> Tensor:
     """Scores of the entries of each row's candidate blocks: column c is entry blocks[row, c // size] * size + c % size.
 
@@ -199,6 +213,23 @@ def _common(q: Tensor, keys: Keys, tuning: Tuning) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _descriptor(keys: Keys, tuning: Tuning) -> object | None:
+    """What the tensor memory accelerator needs to copy the codes of a piece, or of each of its two pages; None where it cannot."""
+    codes, entries = keys.codes, keys.codes.shape[1]
+    fits = entries % 8 == 0 and (entries % tuning.keys == 0 or 2 * entries == tuning.keys)
+    if not tuning.copy or _interpreted() or not fits or codes.shape[2] != 64:
+        return None
+    if codes.data_ptr() % 16 or codes.stride(0) % 16 or codes.stride(1) % 16:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(codes, [1, min(entries, tuning.keys), 64])
+
+
+def _limit(tuning: Tuning) -> dict[str, int]:
+    return {"maxnreg": tuning.registers} if tuning.registers and not _interpreted() else {}
+
+
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -219,19 +250,19 @@ def _kernels() -> SimpleNamespace:
 
 
 def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callable[..., object], int, int]]:
-    """(name, inputs on a device, run, bytes at least, FLOPs) at the sizes of the model: 32 heads of 128, 128 entries a block."""
+    """(name, inputs on a device, run, bytes at least, FLOPs) at the model's sizes: 32 heads of 128, 128 entries a block, 64 at ratio 2."""
 
     def case(
-        spans: int, rows: int, m: int, restricted: bool
+        spans: int, rows: int, m: int, restricted: bool, entries: int = 128
     ) -> tuple[str, Callable[[str], tuple[object, ...]], Callable[..., object], int, int]:
         n = spans * rows
         columns = 2048 * 8 if restricted else m
 
         def inputs(device: str) -> tuple[object, ...]:
-            pages = spans * m // 128 + 1
+            pages = spans * m // entries + 1
             pool = torch.randint(0, 256, (pages, 113_920), dtype=torch.uint8, device=device)
-            codes = pool.as_strided((pages, 128, 64), (113_920, 64, 1), 36_864)
-            scales = pool.as_strided((pages, 128, 4), (113_920, 4, 1), 45_056)
+            codes = pool.as_strided((pages, entries, 64), (113_920, 64, 1), 36_864)
+            scales = pool.as_strided((pages, entries, 4), (113_920, 4, 1), 45_056)
             scales.copy_(torch.randint(118, 124, scales.shape, dtype=torch.uint8, device=device))
             table = (torch.randperm(pages - 1, device=device) + 1).to(torch.int32).view(spans, -1)
             turn = torch.tensor([1.0, 0.0], device=device).view(1, 2, 1).expand(n, 2, 32).contiguous()
@@ -247,22 +278,25 @@ def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callab
 
         def run(
             q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, blocks: Tensor | None, out: Tensor,
-            tuning: Tuning = DEFAULT,
+            tuning: Tuning | None = None,
         ) -> Tensor:  # fmt: skip
             if blocks is None:
                 return score_keys(q, weights, keys, tiles, span, visible, out, tuning=tuning)
-            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out, tuning=tuning)
+            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out, tuning=tuning or CANDIDATES)
 
         read = n * columns * 68 if restricted else spans * m * 68
         name = f"index {'candidates' if restricted else 'scan'}, {spans} x {rows} rows, {m} keys"
+        name += f", {entries} a block" if entries < 128 else ""
         return name, inputs, run, read + 2 * n * columns, 2 * 32 * 128 * n * columns
 
     million = 1 << 20
     return [
         case(1, 1, million, False),
+        case(1, 1, million // 2, False, 64),
         case(1, 1, 4096, False),
         case(64, 1, 16384, False),
         case(8, 1, million // 8, False),
         case(1, 64, 65536, False),
+        case(1, 64, 65536, False, 64),
         case(8, 1, million // 8, True),
     ]

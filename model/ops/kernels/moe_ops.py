@@ -7,65 +7,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forebay.model.ops.kernels import fragments
+
 
 class Tuning(NamedTuple):
-    """How a kernel shares its work; every choice gives the same numbers but for the order of sums.
+    """How a kernel shares its work; every choice gives the same numbers but for the order of sums. All but `fast` are powers of two.
 
-    rows: weight rows (output channels) of a program, 32 or more. groups: groups of 32 inputs a round, at least 4. warps; stages: rounds of
-    loads in flight. programs: how many there should be at least, where the inputs can be split (linears and the router). slots: programs
-    that share the shared expert's part of a run of channels; a part has 32 channels or more. sum_rows: rows summed at a time.
+    split: warps of a program that share the inputs. side: warps that share the weight rows. rows: weight rows of a program, at least 16
+    for each of `side`; 32 where outputs are FP8-rounded. chunks: runs of 16 bytes of weights that a warp has of a row, at least 4.
+    batch: rows of activations at a time, at least 8; 0 takes what there are, up to 64. parts: programs that share the inputs (the router).
+    stages: rounds of weights on their way or at work (experts, and linears of more than `FEW` rows).
+    registers: most of a thread, 0 for what the compiler likes.
     fast: decode weights by packed bit tricks (exact for scales from 2^-58 to 2^65); otherwise by plain arithmetic.
     """
 
-    rows: int = 64
-    groups: int = 4
-    warps: int = 4
+    split: int = 4
+    side: int = 1
+    rows: int = 32
+    chunks: int = 4
+    batch: int = 0
+    parts: int = 1
     stages: int = 4
-    programs: int = 264  # two for each multiprocessor of an H200
-    slots: int = 1
-    sum_rows: int = 32
+    registers: int = 0
     fast: bool = True
 
 
-LINEAR, ROUTE, UP, DOWN = Tuning(), Tuning(programs=132, stages=3), Tuning(groups=8, stages=3), Tuning(groups=8)
-
-
-def tuning_space(kernel: str) -> list[Tuning]:
-    """What a sweep on a new machine should try for "linear", "up", "down" or "route"; the first is what is used without one."""
-    first = {"linear": LINEAR, "up": UP, "down": DOWN, "route": ROUTE}[kernel]
-    if kernel == "route":
-        others = [first._replace(warps=w, stages=s, programs=p) for w in (4, 8) for s in (2, 3) for p in (66, 132, 264)]
-    else:
-        shapes = [(rows, warps) for rows, warps in ((32, 2), (32, 4), (64, 4), (128, 4), (128, 8))]
-        ways = (132, 264, 396, 528) if kernel == "linear" else (0,)
-        others = [
-            first._replace(rows=rows, warps=warps, groups=g, stages=s, programs=p or first.programs, slots=max(1, rows // 64))
-            for rows, warps in shapes for g in (4, 8) for s in (3, 4, 6) for p in ways
-        ]  # fmt: skip
-        others.append(first._replace(fast=False))
-    return [first, *(t for t in others if t != first)]
+FEW = 16  # rows of activations that `fp8_linear`'s weights wait for; with more, both are shared by a program's warps
+WIDE = Tuning(side=4, rows=64, parts=0)
+LINEAR = Tuning(split=8, rows=16, batch=16)
+ROUTE = Tuning(split=4, rows=16, batch=16, parts=10, registers=96)
+MANY_ROUTE = Tuning(split=2, side=2, rows=64, batch=32)
+UP = Tuning(batch=8, stages=3, registers=128)
+DOWN = Tuning(split=2, side=2, batch=8, registers=96)
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _kernels() -> SimpleNamespace:
-    from forebay.model.ops.kernels import moe
-
-    return moe.load(_interpreted())
-
-
-def _dot() -> Any:
-    """Type of the factors of a product: the interpreter's product of bf16 is wrong."""
-    tl = _kernels().tl
-    return tl.float32 if _interpreted() else tl.bfloat16
+def _kernels(file: str) -> SimpleNamespace:
+    found: SimpleNamespace = import_module(f"forebay.model.ops.kernels.{file}").load(_interpreted())
+    return found
 
 
 def _power(n: int) -> int:
@@ -100,21 +89,23 @@ def route(
     experts, topk = gate.shape[0], indices.shape[1]
     if n == 0:
         return
-    tuned = tuning or ROUTE
-    k, block, step = _kernels(), min(64, _power(experts)), min(128, _power(d))
-    blocks, rows = -(-experts // block), -(-n // 16)
-    most = -(-d // step)
-    splits = min(most, 20, max(1, tuned.programs // (blocks * rows)))
-    chunk = -(-most // splits) * step
-    splits = -(-d // chunk)
-    meeting.check(splits * n * experts, rows)
-    none = meeting.arrived
+    tuned = tuning or (ROUTE if n <= 64 else MANY_ROUTE._replace(parts=4 if n < 512 else 1))
+    batch, (split, chunks) = _batch(tuned, n), _within(tuned, d // 8)
+    warps, step = split * tuned.side, split * chunks * 8
+    chunk = -(-d // (tuned.parts * step)) * step
+    splits, blocks, tiles = -(-d // chunk), -(-n // batch), -(-experts // tuned.rows)
+    helpers = max(1, min(batch, _power(n)) // 4)
+    if _interpreted() or blocks * helpers > 32:  # they wait for each other, so all must find room at once
+        helpers = 1
+    meeting.check(splits * n * experts, 2 * blocks)
+    none, wide, picked = meeting.arrived, _power(experts), _power(topk)
     mask = none if image_mask is None else image_mask.view(torch.uint8)
-    k.route[(rows, blocks, splits)](
+    _kernels("route").route[(blocks, tiles, splits)](
         x, gate, bias, bias_image, mask, none if position is None else position, meeting.partial, meeting.arrived, indices, weights, n,
-        temperature, scale, D=d, E=experts, EP=_power(experts), TOPK=topk, BE=block, BK=step, CHUNK=chunk, SPLITS=splits,
-        TR=min(4, _power(n)), MASKED=image_mask is not None, PADDED=position is not None, NORMALISE=normalise, DOT=_dot(),
-        num_warps=tuned.warps, num_stages=tuned.stages,
+        temperature, scale, D=d, E=experts, EP=wide, TOPK=topk, KP=picked, CHUNK=chunk, SPLITS=splits, HELPERS=helpers,
+        TR=min(warps, batch // helpers, _power(n)), MASKED=image_mask is not None, PADDED=position is not None, NORMALISE=normalise,
+        TABLE=_table(1, wide, warps, 4),
+        PICKED=_table(1, picked, warps, 1), **_shape(tuned, split, chunks, batch),
     )  # fmt: skip
 
 
@@ -129,12 +120,37 @@ def sort_assignments(indices: Tensor, experts: int, order: Tensor, offsets: Tens
     if count == 0:
         offsets.zero_()
         return
-    _kernels().sort[(experts,)](indices, order, offsets, count, BA=min(1024, _power(count)), num_warps=4)
+    _kernels("sort").sort[(experts,)](indices, order, offsets, count, BA=min(1024, _power(count)), num_warps=4)
 
 
-def _words(weight: Tensor) -> Tensor:
-    """Codes as int32."""
-    return weight.view(torch.int32)
+def _batch(tuning: Tuning, n: int) -> int:
+    """Rows of activations that a program has at a time."""
+    return max(8, min(tuning.batch or 64, _power(n)))
+
+
+def _within(tuning: Tuning, chunks: int) -> tuple[int, int]:
+    """Warps that share the inputs and chunks of each, no more than a row of so many chunks has use for."""
+    each = max(4, min(tuning.chunks, _power(chunks)))
+    return max(1, min(tuning.split, _power(-(-chunks // each)))), each
+
+
+def _shape(tuning: Tuning, split: int, chunks: int, batch: int) -> dict[str, Any]:
+    """Arguments for the shape of a product."""
+    found = fragments.layouts(_interpreted(), split, tuning.side, tuning.rows, chunks, batch)
+    return {
+        "KW": split, "M": tuning.rows, "C": chunks, "N": batch, "num_warps": split * tuning.side,
+        **({"maxnreg": tuning.registers} if tuning.registers else {}),
+        "WEIGHTS": found.weights, "INPUTS": found.inputs, "SUMS": found.sums, "TOTALS": found.totals,
+    }  # fmt: skip
+
+
+def _table(rows: int, columns: int, warps: int, wide: int) -> Any:
+    return fragments.table(_interpreted(), rows, columns, warps, wide)
+
+
+def _numeric(tuning: Tuning) -> dict[str, Any]:
+    interpreted = _interpreted()
+    return {"FAST": tuning.fast and not interpreted, "EXACT": interpreted}
 
 
 def experts(
@@ -163,33 +179,34 @@ def experts(
     if count > 1024:
         raise ValueError(f"{count} assignments are more than 1,024, what this kernel is for")
     shared = shared_up is not None and shared_down is not None
-    k, slots, rows = _kernels(), _power(count), max(16, min(64, _power(n)))
-    same: dict[str, Any] = {"TOPK": topk, "AP": slots, "ROWS": rows, "DOT": _dot(), "EXACT": _interpreted(), "D": d, "I": inter}
-    few = n <= 16  # tiles of more rows take the room of wider rounds
-    first, second = up_tuning or (UP if few else UP._replace(groups=4)), down_tuning or (DOWN if few else DOWN._replace(groups=4, stages=3))
-    tall, shares = _tall(first, inter), 1
-    if shared:
-        shares = max(1, min(first.slots, tall // 32))
-    k.expert_up[(count + shares * shared, -(-inter // tall))](
-        rounded.view(torch.int64), _words(up[0]), up[1], _words(shared_up[0] if shared_up else up[0]), shared_up[1] if shared_up else up[1],
-        indices, weights, h, count, n, limit, BN=tall, G=max(4, min(first.groups, _power(d // 32))), SLOTS=shares, CLAMP=limit > 0,
-        FAST=first.fast and not _interpreted(), num_warps=first.warps, num_stages=first.stages, **same,
-    )  # fmt: skip
-    tall, shares = _tall(second, d), 1
-    if shared:
-        shares = max(1, min(second.slots, tall // 32))
-    tiles = -(-d // tall)
-    meeting.check(0, tiles)
-    k.expert_down[(count + shares * shared, tiles)](
-        h.view(torch.int64), _words(down[0]), down[1], _words(shared_down[0] if shared_down else down[0]),
-        shared_down[1] if shared_down else down[1], indices, parts, meeting.arrived, out, count, n, KP=_power(topk), BN=tall,
-        G=max(4, min(second.groups, _power(inter // 32))), SLOTS=shares, TR=min(second.sum_rows, _power(n)), SHARED=shared,
-        FAST=second.fast and not _interpreted(), num_warps=second.warps, num_stages=second.stages, **same,
-    )  # fmt: skip
+    many = up[0].shape[0]
+    first, second = up_tuning or UP, down_tuning or DOWN
+    k, programs = _kernels("expert"), shared + min(count, many)
+    same = {"D": d, "I": inter, "TOPK": topk, "AP": _power(count), "SHARED": shared, "ONE": n == 1, "EACH": many < count}
 
+    def shape(tuning: Tuning, inputs: int) -> dict[str, Any]:
+        batch = _batch(tuning, n)
+        made = _shape(tuning, *_within(tuning, inputs // 32), batch)
+        warps = made["num_warps"]
+        lists = {"LIST": _table(32, 0, warps, 1), "HIT": _table(32, batch, warps, batch)}
+        return {**same, **made, **_numeric(tuning), **lists, "STAGES": tuning.stages}
 
-def _tall(tuning: Tuning, channels: int) -> int:
-    return max(32, min(tuning.rows, _power(channels)))
+    for tuning, channels in ((first, inter), (second, d)):
+        if channels % tuning.rows:
+            raise ValueError(f"{channels} channels are no multiple of {tuning.rows}")
+    k.expert_up[(inter // first.rows, programs)](
+        rounded.view(torch.int64), up[0].view(torch.int16), up[1], rounded.view(torch.int32),
+        (shared_up or up)[0].view(torch.int16), (shared_up or up)[1], indices, weights, h, count, n, limit, CLAMP=limit > 0,
+        **shape(first, d),
+    )  # fmt: skip
+    made, wide, picked, blocks = shape(second, inter), min(8, second.rows), _power(topk), d // second.rows
+    meeting.check(0, blocks)
+    lanes = 32 // (second.rows // wide)
+    k.expert_down[(blocks, programs)](
+        h.view(torch.int64), down[0].view(torch.int16), down[1], h.view(torch.int32), (shared_down or down)[0].view(torch.int16),
+        (shared_down or down)[1], indices, parts, meeting.arrived, out, count, n, KP=picked, TR=min(64, _power(n)),
+        TABLE=_table(lanes, second.rows, made["num_warps"], wide), PICKED=_table(lanes, picked, made["num_warps"], picked), **made,
+    )  # fmt: skip
 
 
 def fp8_linear(
@@ -208,20 +225,41 @@ def fp8_linear(
     outs, k_in = codes.shape
     if n == 0:
         return
-    tuned, per, wide = tuning or LINEAR, outs // groups, k_in // 32
-    tall = _tall(tuned, outs)
-    while groups > 1 and per % tall:
-        tall //= 2
-    k, g, rows = _kernels(), max(4, min(tuned.groups, _power(wide))), max(16, min(64, _power(n)))
-    blocks, row_blocks, most = -(-outs // tall), -(-n // rows), -(-wide // g)
-    splits = min(most, max(1, -(-tuned.programs // (blocks * row_blocks))), 16)
-    chunk = -(-most // splits) * g
-    splits = -(-wide // chunk)
-    meeting.check(splits * n * outs if splits > 1 else 0, blocks * row_blocks)
-    k.fp8_linear[(blocks, row_blocks, splits)](
-        x.view(torch.int64), _words(codes), scales, out, meeting.partial, meeting.arrived, n, x.stride(0) // 4, K=k_in, O=outs,
-        GROUPS=groups, BN=tall, G=g, CHUNK=chunk, SPLITS=splits, ROWS=rows, ROUND=round_output, FAST=tuned.fast and not _interpreted(),
-        DOT=_dot(), EXACT=_interpreted(), num_warps=tuned.warps, num_stages=tuned.stages,
+    if n > FEW:
+        return _wide(x, codes, scales, out, meeting, groups, round_output, tuning or WIDE)
+    tuned = tuning or LINEAR._replace(split=4 if k_in < 2048 else 16 if outs // LINEAR.rows < 132 else 8)
+    if round_output:
+        tuned = tuned._replace(rows=max(32, tuned.rows))
+    batch = _batch(tuned, n)
+    if groups > 1 and outs // groups % tuned.rows:
+        raise ValueError(f"{outs // groups} outputs of a group are no multiple of {tuned.rows}")
+    _kernels("fp8").fp8_linear[(-(-outs // tuned.rows), -(-n // batch))](
+        x.view(torch.int32), codes.view(torch.int16), scales, out, n, x.stride(0) // 2, K=k_in, O=outs, GROUPS=groups, ROUND=round_output,
+        **_numeric(tuned), **_shape(tuned, *_within(tuned, k_in // 16), batch),
+    )  # fmt: skip
+
+
+def _wide(
+    x: Tensor, codes: Tensor, scales: Tensor, out: Tensor, meeting: Meeting, groups: int, round_output: bool, tuned: Tuning
+) -> None:  # fmt: skip
+    """`fp8_linear` of rows whose reading takes a good part of the time."""
+    from forebay.model.ops.kernels.fp8_wide import layouts
+
+    n, (outs, k_in), batch = x.shape[0], codes.shape, _batch(tuned, x.shape[0])
+    rows = min(tuned.rows, max(32, _power(outs)))
+    while groups > 1 and outs // groups % rows:
+        rows //= 2
+    tiles, blocks, most, side = -(-outs // rows), -(-n // batch), -(-k_in // 64), min(tuned.side, rows // 16)
+    parts = min(most, 16, tuned.parts or max(1, 264 // (tiles * blocks)))
+    steps = -(-most // parts)
+    parts = -(-most // steps)
+    meeting.check(parts * n * outs if parts > 1 else 0, tiles * blocks)
+    found = layouts(_interpreted(), side, rows, batch)
+    _kernels("fp8_wide").fp8_wide[(tiles, blocks, parts)](
+        x, codes.view(torch.int16), scales, out, meeting.partial, meeting.arrived, n, x.stride(0), K=k_in, O=outs, GROUPS=groups, M=rows,
+        N=batch, STEPS=steps, PARTS=parts, STAGES=tuned.stages, ROUND=round_output, FAST=tuned.fast and not _interpreted(),
+        EXACT=_interpreted(), WEIGHTS=found.weights, SOURCE=found.source, INPUTS=found.inputs, SUMS=found.sums, TOTALS=found.totals,
+        num_warps=side,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Top-k selection of bf16 scores on a GPU: ties to the lower column, ascending output, no synchronisation with the host.
 
 A long row is not searched whole. With G columns a run, an entry among the k best lies in one of the k best runs, ordered by their largest
-score and, where those are equal, by their place: each better run holds a better entry. So one pass takes the maxima of the runs, a second
-chooses k runs, and a third chooses k columns among k * G. This is exact whatever the scores are, ties included. The scores are read from
-memory once; the searches run over numbers that one program keeps in registers.
+score and, where those are equal, by their place: each better run holds a better entry. So a first kernel takes the maxima of the runs, by
+many programs, and a second, by one program a row, chooses k runs and then k columns among k * G. This is exact whatever the scores are,
+ties included; the scores are read from memory once, and those of the chosen runs again.
 
 Rows may have any number of columns behind those that `visible` says, as in a captured graph: neither time nor result depends on them.
 
@@ -23,63 +23,71 @@ from torch import Tensor
 from forebay.model.ops.kernels import select
 from forebay.model.ops.kernels.case import Case
 
-LIMIT = 32768  # columns that one program can search; 16,384 need no spilling of registers, but long rows more launches
-DIRECT = 16384  # columns up to which a row is searched whole; at most LIMIT
-TILE = 8192  # columns of one program of the maxima
+MOST = 4096  # columns that can be chosen
+MIN_TILE = 32
+RUNS = 16384  # the most runs of a row
+TILE = 16384  # columns of a row that a program holds at a time
+DIRECT = 32768  # columns up to which a row is searched whole
+DIRECT_MANY = 262144  # the same for MANY rows and more, which keep the device busy by themselves
+MANY = 132
+WARPS = 8  # of a search
+WIDE_WARPS = 16  # the same where many columns are chosen, or runs first, to halve the code, which a step finds outside of the cache
+WIDE = 1024  # so many columns
+MANY_WARPS = 4  # for many rows
+MANY_TILE = 2048  # for many rows, where so few hold enough parts
+PARTS = 4  # parts for each column that is chosen, whose maxima bound the search
+MAXIMA_TILE = 8192  # columns of one program of the maxima
 MAXIMA_WARPS = 8
-LANES = 32  # columns a thread of a search; registers allow about 64
 
 
 def tuning_space() -> dict[str, tuple[int, ...]]:
-    """Module constants that a sweep may set, and values worth trying; `Scratch` depends on LIMIT and DIRECT."""
+    """Module constants that a sweep may set, and values worth trying; `Scratch` depends on RUNS, DIRECT, DIRECT_MANY and MANY."""
     return {
-        "LIMIT": (16384, 32768),
-        "DIRECT": (4096, 8192, 16384),
         "TILE": (4096, 8192, 16384),
+        "RUNS": (8192, 16384),
+        "DIRECT": (16384, 32768, 65536),
+        "WARPS": (4, 8, 16),
+        "WIDE_WARPS": (8, 16),
+        "MANY_WARPS": (2, 4, 8),
+        "MANY_TILE": (2048, 4096),
+        "PARTS": (2, 4),
+        "MAXIMA_TILE": (4096, 8192, 16384),
         "MAXIMA_WARPS": (4, 8),
-        "LANES": (8, 16, 32, 64),
     }
 
 
 class Scratch(NamedTuple):
     """Memory of one selection over [n, m] scores; the captured graph of a step keeps it.
 
-    size: columns of a run, 0 where rows are searched whole; maxima and groups are empty then. maxima: [n, runs] bf16, empty if given.
-    groups: [n, chosen runs] int32. inner: for choosing the runs, where those are many.
+    size: columns of a run, 0 where rows are searched whole; maxima and groups are empty then. maxima: [n, runs] bf16, empty where those
+    given will do. groups: [n, chosen runs] int32. short: [n, s] int32, the columns that a search comes down to.
     """
 
     size: int
     maxima: Tensor
     groups: Tensor
-    inner: Scratch | None = None
+    short: Tensor
 
 
 def scratch(n: int, m: int, k: int, device: torch.device | str, *, size: int = 0) -> Scratch:
     """Memory for selecting k of m columns in each of n rows. size: of the runs whose maxima are given to `top_columns`, if they are."""
-    given = size > 0 and m > DIRECT
-    size = size if given else run_size(m, k)
-    if not size:
-        none = torch.empty((n, 0), dtype=torch.int32, device=device)
-        return Scratch(0, none.to(torch.bfloat16), none)
-    runs, chosen = -(-m // size), k + given
+    if k > MOST:
+        raise ValueError(f"k must be at most {MOST}, got {k}")
+    width = run_size(n, m, size)
+    chosen = k + (size > 0) if width else 0
     return Scratch(
-        size,
-        torch.empty((n, 0 if given else runs), dtype=torch.bfloat16, device=device),
+        width,
+        torch.empty((n, -(-m // width) if width > size else 0), dtype=torch.bfloat16, device=device),
         torch.empty((n, chosen), dtype=torch.int32, device=device),
-        scratch(n, runs, chosen, device) if runs > DIRECT else None,
+        torch.empty((n, 2 * _power(max(k, chosen))), dtype=torch.int32, device=device),
     )
 
 
-def run_size(m: int, k: int) -> int:
-    """Columns of a run: a power of two near sqrt(m / k), where both searches are equally long; 0 where the row is searched whole."""
-    if m <= max(DIRECT, 4 * k) and _power(m) <= LIMIT:
+def run_size(n: int, m: int, given: int = 0) -> int:
+    """Columns of a run: a power of two, at least that of the maxima that are given; 0 where the rows are searched whole."""
+    if m <= (DIRECT_MANY if n >= MANY else DIRECT):
         return 0
-    if 2 * _power(k) > LIMIT:
-        raise ValueError(f"k must be at most {LIMIT // 2} for rows of {m} columns, got {k}")
-    size = 2
-    while size * size * k < m and 2 * size * _power(k) <= LIMIT:
-        size *= 2
-    return size
+    return max(8, given, _power(-(-m // RUNS)))
 
 
 def top_columns(
@@ -108,7 +116,7 @@ def top_columns(
             a pinned run is: one more run is chosen, so that none is missed.
     """
     memory = memory or scratch(scores.shape[0], scores.shape[1], k, scores.device, size=0 if maxima is None else size)
-    return _top(scores, visible, k, out, memory, unit, maxima, None, 0)
+    return _top(scores, visible, k, out, memory, unit, maxima, size, None, 0)
 
 
 def top_candidates(scores: Tensor, blocks: Tensor, size: int, k: int, out: Tensor, memory: Scratch | None = None) -> Tensor:
@@ -126,21 +134,49 @@ def top_candidates(scores: Tensor, blocks: Tensor, size: int, k: int, out: Tenso
     if k > scores.shape[1]:
         raise ValueError(f"k = {k} is more than the {scores.shape[1]} entries of the candidate blocks")
     memory = memory or scratch(scores.shape[0], scores.shape[1], k, scores.device)
-    return _top(scores, None, k, out, memory, 1, None, blocks, size)
+    return _top(scores, None, k, out, memory, 1, None, 0, blocks, size)
 
 
 def _top(
-    scores: Tensor, visible: Tensor | None, k: int, out: Tensor, memory: Scratch, unit: int, maxima: Tensor | None,
+    scores: Tensor, visible: Tensor | None, k: int, out: Tensor, memory: Scratch, unit: int, maxima: Tensor | None, size: int,
     blocks: Tensor | None, block_size: int,
 ) -> Tensor:  # fmt: skip
-    if not memory.size:
-        return _choose(scores, visible, k, out, unit=unit, blocks=blocks, block_size=block_size)
-    best, groups = memory.maxima if maxima is None else maxima, memory.groups
-    if maxima is None:
-        run_maxima(scores, visible, memory.size, best, unit=unit, skip=groups.shape[1])
-    inner = memory.inner or Scratch(0, best, groups)
-    _top(best, visible, groups.shape[1], groups, inner, unit * memory.size, None, None, 0)
-    return _choose(scores, visible, k, out, groups=groups, size=memory.size, unit=unit, blocks=blocks, block_size=block_size)
+    n, m = scores.shape
+    if out.dtype != torch.int32 or out.shape != (n, k) or scores.dtype != torch.bfloat16 or scores.stride(1) != 1:
+        raise ValueError(f"need bf16 scores with contiguous rows and int32 out of shape {(n, k)}")
+    if not (n and k and m):
+        return out.fill_(-1)
+    width, best, groups, short = memory
+    chosen = groups.shape[1]
+    held = TILE if width else max(MIN_TILE, min(max(MANY_TILE, 2 * _power(k)) if n >= MANY else TILE, _power(m)))
+    whole = max(TILE, 2 * chosen * width)
+    if width and maxima is not None and width == size:
+        best = maxima
+    elif width and maxima is not None:
+        run_maxima(maxima, visible, width // size, best, unit=unit * size, skip=whole // size)
+    elif width:
+        run_maxima(scores, visible, width, best, unit=unit, skip=whole)
+    most = MANY_WARPS if n >= MANY and not width else WIDE_WARPS if width or k > WIDE else WARPS
+    warps = max(1, min(most, held // 256))
+    v, runs, room = min(8, width or 8), -(-m // (width or 1)), short.shape[1]
+    none = scores
+    _kernels().choose[(n,)](
+        scores.view(torch.int16), none if visible is None else visible, best.view(torch.int16), groups, short,
+        none if blocks is None else blocks, out,
+        scores.stride(0), best.stride(0), groups.stride(0), short.stride(0), 0 if blocks is None else blocks.stride(0), out.stride(0),
+        m, k, chosen, whole,
+        UNIT=unit, VISIBLE=visible is not None, LONG=width > 0, WIDTH=max(1, width), V=v, WHOLE=m % v == 0,
+        LANES=held // v, ONCE=m <= held, PARTS=_parts(k, held, warps), SHORT=room,
+        RUN_WHOLE=runs % 8 == 0, RUN_ONCE=runs <= TILE, RUN_PARTS=_parts(chosen, TILE, warps),
+        SIZE=block_size, K=_power(k), CHOSEN=_power(chosen),
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _parts(k: int, held: int, warps: int) -> int:
+    """Parts of a tile whose maxima bound a search for k columns: one thread has all columns of a part, in lanes of 8."""
+    return min(held, max(PARTS * _power(k), 256 * warps))
 
 
 def run_maxima(
@@ -154,46 +190,17 @@ def run_maxima(
         scores: [n, m] bf16. visible: [n] int32 or None. size: a power of two. unit: as of `top_columns`.
         out: [n, ceil(m / size)] bf16. Returned. Runs that a row sees nothing of may be left as they are.
         pin: +inf for the run of the newest visible entry, so that it is always chosen.
-        skip: rows that see so many runs or fewer are left as they are, since all of those will be chosen.
+        skip: rows that see so many columns or fewer are left as they are.
     """
     n, m = scores.shape
     runs = -(-m // size)
-    rows = max(1, min(TILE // size, _power(runs)))
+    rows = max(1, min(MAXIMA_TILE // size, _power(runs)))
     if n and runs:
         _kernels().maxima[(-(-runs // rows), n)](
             scores.view(torch.int16), scores if visible is None else visible, out.view(torch.int16),
             scores.stride(0), out.stride(0), m, runs, skip,
-            SIZE=size, ROWS=rows, VISIBLE=visible is not None, PIN=pin, UNIT=unit, WHOLE=m % size == 0, num_warps=MAXIMA_WARPS,
-        )  # fmt: skip
-    return out
-
-
-def _choose(
-    scores: Tensor,
-    visible: Tensor | None,
-    k: int,
-    out: Tensor,
-    *,
-    groups: Tensor | None = None,
-    size: int = 0,
-    blocks: Tensor | None = None,
-    block_size: int = 0,
-    unit: int = 1,
-) -> Tensor:
-    n, m = scores.shape
-    if out.dtype != torch.int32 or out.shape != (n, k) or scores.dtype != torch.bfloat16 or scores.stride(1) != 1:
-        raise ValueError(f"need bf16 scores with contiguous rows and int32 out of shape {(n, k)}")
-    width = size or 8
-    runs = -(-m // width) if groups is None else groups.shape[1]
-    if _power(runs) * width > LIMIT:
-        raise ValueError(f"at most {LIMIT} columns can be searched at once, got {runs} runs of {width}")
-    if n and k:
-        _kernels().choose[(n,)](
-            scores.view(torch.int16), scores if visible is None else visible, scores if groups is None else groups,
-            scores if blocks is None else blocks, out,
-            scores.stride(0), 0 if groups is None else groups.stride(0), 0 if blocks is None else blocks.stride(0), out.stride(0),
-            m, runs, k, UNIT=unit, VISIBLE=visible is not None, GROUPED=groups is not None, WIDTH=width, RUNS=_power(runs),
-            WHOLE=m % width == 0, SIZE=block_size, K=_power(k), num_warps=max(4, min(16, _power(runs) * width // (32 * LANES))),
+            SIZE=size, ROWS=rows, VISIBLE=visible is not None, PIN=pin, UNIT=unit, WHOLE=m % size == 0, ASM=not _interpreted(),
+            num_warps=MAXIMA_WARPS,
         )  # fmt: skip
     return out
 
@@ -204,7 +211,11 @@ def _power(x: int) -> int:
 
 
 def _kernels() -> SimpleNamespace:
-    return select.load(os.environ.get("TRITON_INTERPRET") == "1")
+    return select.load(_interpreted())
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def bench_cases() -> list[Case]:

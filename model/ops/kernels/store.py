@@ -26,7 +26,8 @@ def load(interpreted: bool) -> SimpleNamespace:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    # Sizes of a batch are not compiled in: Triton would do so with 1 and multiples of 16.
+    @triton.jit(do_not_specialize=["n"])
     def turn_table(position, freqs, table, n, R: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr, BR: tl.constexpr):
         """Cosines and sines of the fp32 product of position and frequency. Floor: 8 * PAIRS bytes a row."""
         row = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -39,7 +40,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         tl.store(at, tl.cos(angle), mask=mask)
         tl.store(at + PAIRS, tl.sin(angle), mask=mask)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n"])
     def window_store(
         low_q, low_kv, q_stride, kv_stride, q_weight, kv_weight, turn, position, span, stop, slot, fresh, ring, ring_stride,
         q_codes, q_scales, q_values, n, eps, Q: tl.constexpr, CH: tl.constexpr, KV: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr,
@@ -163,12 +164,14 @@ def load(interpreted: bool) -> SimpleNamespace:
                     at = q_values + row.to(tl.int64)[:, None] * Q + ch[None, :]
                     tl.store(at, tl.reshape(near, [BQ, CH]).to(tl.bfloat16), mask=inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n"])
     def keep_window(
-        fresh, ring, ring_stride, position, span, stop, slot, n,
+        fresh, ring, ring_stride, layer_stride, position, span, stop, slot, n,
         WORDS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Rows as words of whatever size the views have; a word to a lane. A tile of rows that none outlives ends after its positions."""
+        """Rows of layer program_id(1) as words of whatever size the views have; a word to a lane. A tile of rows that none outlives ends
+        after its positions."""
+        layer = tl.program_id(1).to(tl.int64)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         row = (at // WORDS).to(tl.int32)
         word = (at % WORDS).to(tl.int32)
@@ -177,11 +180,12 @@ def load(interpreted: bool) -> SimpleNamespace:
         kept = live & (owner >= 0)
         place = tl.load(position + row, mask=kept, other=0)
         kept = kept & (place >= tl.load(stop + owner, mask=kept, other=0) - WINDOW)
-        x = tl.load(fresh + at, mask=kept, other=0)
-        to = tl.load(slot + owner, mask=kept, other=0).to(tl.int64) * ring_stride + place % WINDOW * WORDS + word
+        x = tl.load(fresh + layer * n * WORDS + at, mask=kept, other=0)
+        home = tl.load(slot + owner, mask=kept, other=0).to(tl.int64) * ring_stride + layer * layer_stride
+        to = home + place % WINDOW * WORDS + word
         tl.store(ring + to, x, mask=kept)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["m", "table_stride"])
     def entry_store(
         source, source_stride, pooled, norm, wk, k_norm, turn, rows, m, position, span, start, stop, offset, floor, slot,
         table, table_stride, pending, pending_stride, pool, block_bytes, main_codes, main_scales, index_codes, index_scales, eps,

@@ -51,6 +51,11 @@ class Step:
     write_from: Tensor
     table: Tensor
 
+    @property
+    def alone(self) -> bool:
+        """Whether there are as many sequences as rows, one each: then no row reads what another one's or its own row replaces in a ring."""
+        return self.start.numel() == self.position.numel()
+
 
 @dataclass(frozen=True)
 class SourcePlanes:
@@ -115,8 +120,8 @@ def store_window(
         q_norm: [q_lora], kv_norm: [dim], bf16 or fp32.
         turn: of `turn_table`, ratio 1.
         fresh: [n, dim + dim/32] uint8, out: E4M3 codes, then E8M0 scales, of this layer's rows.
-        ring: [slots, window, dim + dim/32] uint8, this layer's rings: rows that later steps read go there too. The attention must then
-            read this batch's keys from `fresh`, since a row may replace one that a row before it still reads. None: `keep_window`, later.
+        ring: [slots, window, dim + dim/32] uint8, this layer's rings: rows that later steps read go there too, for a step whose rows are
+            `alone`; another row of its sequence might still read what a row replaces. None: `keep_window`, later.
         codes, scales: [n, q_lora] and [n, q_lora/32] uint8, out: the query latent as FP8.
         values: [n, q_lora] bf16, out: the numbers that `codes` and `scales` stand for.
     Floor: at 1,280 and 512 channels 3,584 B read, 528 B written for the window (1,056 B with `ring`), 1,320 B for codes, 2,560 B for
@@ -137,23 +142,26 @@ def store_window(
     )  # fmt: skip
 
 
-def keep_window(fresh: Tensor, ring: Tensor, step: Step) -> None:
-    """Copy the last `window` rows of every sequence into its ring: after the attention, which may read what they replace.
+def keep_window(fresh: Tensor, rings: Tensor, step: Step) -> None:
+    """Copy the last `window` rows of every sequence into its rings, of any number of layers at once: after their attention, which may
+    read what they replace.
 
-    Args: fresh [n, row] uint8; ring [slots, window, row] uint8, this layer's rings (a slice of the pool).
+    Args: fresh [layers, n, row] uint8, contiguous; rings [slots, layers, window, row] uint8 (a slice of the pool).
     Floor: 2 * 528 B a kept row.
     """
-    n, row, window = fresh.shape[0], fresh.shape[1], ring.shape[1]
+    layers, n, row = fresh.shape
+    window = rings.shape[2]
     if not n:
         return
     word: torch.dtype = torch.uint8
-    if row % 4 == 0 and ring.stride(0) % 4 == 0 and ring.storage_offset() % 4 == 0 and fresh.storage_offset() % 4 == 0:
+    if all(size % 4 == 0 for size in (row, *rings.stride()[:2], rings.storage_offset(), fresh.storage_offset())):
         word = torch.int32
-    there, here = ring.view(word), fresh.view(word)
-    k, words = _kernels(), here.shape[1]
-    k.keep_window[(k.cdiv(n * words, 1024),)](
-        here, there, there.stride(0), step.position, step.span, step.stop, step.slot, n, WORDS=words, WINDOW=window, BLOCK=1024, num_warps=4
-    )
+    there, here = rings.view(word), fresh.view(word)
+    k, words = _kernels(), here.shape[2]
+    k.keep_window[(k.cdiv(n * words, 1024), layers)](
+        here, there, there.stride(0), there.stride(1), step.position, step.span, step.stop, step.slot, n, WORDS=words, WINDOW=window,
+        BLOCK=1024, num_warps=4,
+    )  # fmt: skip
 
 
 def acting_rows(position: Tensor, start: Tensor, stop: Tensor, ratio: int, write_from: Tensor | None = None) -> Tensor:
@@ -275,7 +283,7 @@ def _bench_window(b: SimpleNamespace) -> None:
 
 
 def _bench_keep(b: SimpleNamespace) -> None:
-    keep_window(b.fresh, b.ring, b.step)
+    keep_window(b.fresh[None], b.ring[:, None], b.step)
 
 
 def _bench_entries(b: SimpleNamespace) -> None:

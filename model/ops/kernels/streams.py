@@ -16,7 +16,8 @@ from types import SimpleNamespace
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, _bf16, _round_fp8, _fp8_codes, _stream, _sigmoid
+    global tl, triton, _bf16, _round_fp8, _fp8_codes, _sigmoid, _pin, _cut, _product, _mixed, _weights, _interleaved
+    global _shares, _parts, _column, _coefficients, _stored, _tile, _normed, _ended
     import triton
     import triton.language as tl
 
@@ -57,206 +58,478 @@ def load(interpreted: bool) -> SimpleNamespace:
         return (code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
     @triton.jit
-    def _stream(
-        t, at, mask, column, dim, out, fn, weight, c, acc, square,
-        K: tl.constexpr, S: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-        STORE: tl.constexpr, PROJECT: tl.constexpr, COLLAPSE: tl.constexpr, EXACT: tl.constexpr,
-    ):  # fmt: skip
-        """What is done with stream K's new values t [BR, BD]: stored, projected, squared and collapsed."""
-        t = _bf16(t, EXACT)
-        if STORE:
-            tl.store(out + at + K * D, t.to(tl.bfloat16), mask=mask)
-        if PROJECT:
-            inside = (column < N)[:, None] & (dim < D)[None, :]
-            w = tl.load(fn + column[:, None] * (S * D) + K * D + dim[None, :], mask=inside, other=0.0)
-            if EXACT:
-                acc = tl.dot(t, tl.trans(w), acc, input_precision="ieee")
-            else:  # t is bf16 and w the sum of three bf16 numbers of 8 bits, cut off one after the other: the products are exact
-                rest = w - (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-                least = rest - (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-                high = (w.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-                middle = (rest.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-                low = (least.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-                b = t.to(tl.bfloat16)
-                acc = tl.dot(b, tl.trans(low), acc)
-                acc = tl.dot(b, tl.trans(middle), acc)
-                acc = tl.dot(b, tl.trans(high), acc)
-            square += tl.sum(t * t, 1)
-        if COLLAPSE:
-            c += weight[:, None] * t
-        return c, acc, square
+    def _pin(x, EXACT: tl.constexpr):
+        """x bf16, as something that the compiler does not compute twice: it would redo the whole mix in a second layout for the product."""
+        if not EXACT:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+        return x
 
     @triton.jit
-    def step(
-        streams, out, y, tokens, post, comb, pre, fn, scale, base, norm, x, rounded, codes, scales,
-        new_pre, new_post, new_comb, partial, arrived, n, eps, hc_eps,
-        S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-        CHUNK: tl.constexpr, SPLITS: tl.constexpr, TR: tl.constexpr, TS: tl.constexpr, TG: tl.constexpr, ITERATIONS: tl.constexpr,
-        FIRST: tl.constexpr, MIX: tl.constexpr, STORE: tl.constexpr, PROJECT: tl.constexpr, COLLAPSE: tl.constexpr,
-        NORM: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
-    ):  # fmt: skip
-        """Program (rows, columns): BR rows of CHUNK columns of every stream; the last of a row block to arrive ends its rows.
+    def _cut(w):
+        """w fp32 = high + middle + low, each of 8 bits and so exact in bf16."""
+        rest = w - (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        least = rest - (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        high = (w.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        middle = (rest.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low = (least.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return high, middle, low
 
-        Sums over all columns (raw coefficients, squares of the streams and of the collapsed input) go through `partial`
-        [SPLITS, n, NP]: N coefficients, then the two squares. The collapsed input waits in `x` for its norm, which one program does where
-        it has written all of it (SPLITS = 1: it comes back from L2) or has heard that the others have.
-        """
-        block = tl.program_id(0)
-        split = tl.program_id(1)
-        row = block * BR + tl.arange(0, BR)
-        live = row < n
-        column = tl.arange(0, NP)
-        long = row.to(tl.int64)
-        acc = tl.zeros([BR, NP], tl.float32)
-        square = tl.zeros([BR], tl.float32)
-        inner = tl.zeros([BR], tl.float32)
-        p0 = tl.zeros([BR], tl.float32)
-        p1 = tl.zeros([BR], tl.float32)
-        p2 = tl.zeros([BR], tl.float32)
-        p3 = tl.zeros([BR], tl.float32)
-        source = long
+    @triton.jit
+    def _product(t, high, middle, low, acc, EXACT: tl.constexpr):
+        """acc [BR, NP] + t [BR, K] times the sum of three [NP, K], all bf16: products are exact."""
+        if EXACT:
+            w = high.to(tl.float32) + middle.to(tl.float32) + low.to(tl.float32)
+            acc = tl.dot(t.to(tl.float32), tl.trans(w), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(t, tl.trans(low), acc)
+            acc = tl.dot(t, tl.trans(middle), acc)
+            acc = tl.dot(t, tl.trans(high), acc)
+        return acc
+
+    @triton.jit
+    def _mixed(x0, x1, x2, x3, o, q, S: tl.constexpr):
+        """A stream after the sub-layer's output o, fp32: post * o + sum_j comb[j] * x_j, with q = (post, comb[0], ...)."""
+        if S == 4:
+            t = q[0] * o + (q[1] * x0 + q[2] * x1 + q[3] * x2 + q[4] * x3)
+        else:
+            t = q[0] * o + (q[1] * x0 + q[2] * x1)
+        return t
+
+    @triton.jit
+    def _weights(post, comb, row, live, K: tl.constexpr, S: tl.constexpr):
+        """What stream K is mixed with: post[K] and comb[j, K], each [BR, 1]."""
+        q = comb + row * (S * S) + K
+        h = tl.load(post + row * S + K, mask=live, other=0.0)[:, None]
+        c0 = tl.load(q, mask=live, other=0.0)[:, None]
+        c1 = tl.load(q + S, mask=live, other=0.0)[:, None]
+        c2 = c0
+        c3 = c0
+        if S == 4:
+            c2 = tl.load(q + 2 * S, mask=live, other=0.0)[:, None]
+            c3 = tl.load(q + 3 * S, mask=live, other=0.0)[:, None]
+        return h, c0, c1, c2, c3
+
+    @triton.jit
+    def _interleaved(a, b, c, d, S: tl.constexpr):
+        """S tensors [R, B] -> [R, B * S], the streams of a column side by side."""
+        if S == 4:
+            t = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], a.shape[1] * 4])
+        else:
+            t = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1] * 2])
+        return t
+
+    @triton.jit
+    def _shares(a, b, c, d, eps, S: tl.constexpr, EXACT: tl.constexpr):
+        """Each of S numbers over their sum and eps, which is neither tiny nor huge. The reciprocal is off by one bit at most."""
+        if S == 4:
+            total = (a + b) + (c + d) + eps
+        else:
+            total = a + b + eps
+        if EXACT:
+            r = 1.0 / total
+        else:
+            r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1)
+        return a * r, b * r, c * r, d * r
+
+    @triton.jit
+    def _parts(a, b, c, d, eps, S: tl.constexpr, EXACT: tl.constexpr):
+        """Softmax of S numbers, plus eps."""
+        top = tl.maximum(a, b)
+        if S == 4:
+            top = tl.maximum(top, tl.maximum(c, d))
+        a = tl.exp(a - top)
+        b = tl.exp(b - top)
+        c = tl.exp(c - top)
+        d = tl.exp(d - top)
+        a, b, c, d = _shares(a, b, c, d, 0.0, S, EXACT)
+        return a + eps, b + eps, c + eps, d + eps
+
+    @triton.jit
+    def _column(raw, j, NP: tl.constexpr):
+        """Column j of raw [R, NP], within a warp."""
+        return tl.sum(tl.where(tl.arange(0, NP)[None, :] == j, raw, 0.0), 1)
+
+    @triton.jit
+    def _coefficients(
+        raw, row, live, new_pre, new_post, new_comb, eps, S: tl.constexpr, NP: tl.constexpr, ITERATIONS: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """From raw [R, NP], the projection times scale plus base. The matrix is S * S variables, so that its sums cross no lanes."""
+        m00 = _column(raw, 2 * S, NP)
+        m01 = _column(raw, 2 * S + 1, NP)
+        m10 = _column(raw, 3 * S, NP)
+        m11 = _column(raw, 3 * S + 1, NP)
+        m02 = m00
+        m03 = m00
+        m12 = m00
+        m13 = m00
+        m20 = m00
+        m21 = m00
+        m22 = m00
+        m23 = m00
+        m30 = m00
+        m31 = m00
+        m32 = m00
+        m33 = m00
+        if S == 4:
+            m02 = _column(raw, 10, NP)
+            m03 = _column(raw, 11, NP)
+            m12 = _column(raw, 14, NP)
+            m13 = _column(raw, 15, NP)
+            m20 = _column(raw, 16, NP)
+            m21 = _column(raw, 17, NP)
+            m22 = _column(raw, 18, NP)
+            m23 = _column(raw, 19, NP)
+            m30 = _column(raw, 20, NP)
+            m31 = _column(raw, 21, NP)
+            m32 = _column(raw, 22, NP)
+            m33 = _column(raw, 23, NP)
+        for k in tl.static_range(S):
+            gate = _column(raw, k, NP)
+            tl.store(new_pre + row * S + k, _sigmoid(gate) + eps, mask=live)
+            gate = _column(raw, S + k, NP)
+            tl.store(new_post + row * S + k, 2.0 * _sigmoid(gate), mask=live)
+        m00, m01, m02, m03 = _parts(m00, m01, m02, m03, eps, S, EXACT)
+        m10, m11, m12, m13 = _parts(m10, m11, m12, m13, eps, S, EXACT)
+        if S == 4:
+            m20, m21, m22, m23 = _parts(m20, m21, m22, m23, eps, S, EXACT)
+            m30, m31, m32, m33 = _parts(m30, m31, m32, m33, eps, S, EXACT)
+        m00, m10, m20, m30 = _shares(m00, m10, m20, m30, eps, S, EXACT)
+        m01, m11, m21, m31 = _shares(m01, m11, m21, m31, eps, S, EXACT)
+        if S == 4:
+            m02, m12, m22, m32 = _shares(m02, m12, m22, m32, eps, S, EXACT)
+            m03, m13, m23, m33 = _shares(m03, m13, m23, m33, eps, S, EXACT)
+        for _ in range(1, ITERATIONS):
+            m00, m01, m02, m03 = _shares(m00, m01, m02, m03, eps, S, EXACT)
+            m10, m11, m12, m13 = _shares(m10, m11, m12, m13, eps, S, EXACT)
+            if S == 4:
+                m20, m21, m22, m23 = _shares(m20, m21, m22, m23, eps, S, EXACT)
+                m30, m31, m32, m33 = _shares(m30, m31, m32, m33, eps, S, EXACT)
+            m00, m10, m20, m30 = _shares(m00, m10, m20, m30, eps, S, EXACT)
+            m01, m11, m21, m31 = _shares(m01, m11, m21, m31, eps, S, EXACT)
+            if S == 4:
+                m02, m12, m22, m32 = _shares(m02, m12, m22, m32, eps, S, EXACT)
+                m03, m13, m23, m33 = _shares(m03, m13, m23, m33, eps, S, EXACT)
+        to = new_comb + row * (S * S)
+        tl.store(to, m00, mask=live)
+        tl.store(to + 1, m01, mask=live)
+        tl.store(to + S, m10, mask=live)
+        tl.store(to + S + 1, m11, mask=live)
+        if S == 4:
+            tl.store(to + 2, m02, mask=live)
+            tl.store(to + 3, m03, mask=live)
+            tl.store(to + 6, m12, mask=live)
+            tl.store(to + 7, m13, mask=live)
+            tl.store(to + 8, m20, mask=live)
+            tl.store(to + 9, m21, mask=live)
+            tl.store(to + 10, m22, mask=live)
+            tl.store(to + 11, m23, mask=live)
+            tl.store(to + 12, m30, mask=live)
+            tl.store(to + 13, m31, mask=live)
+            tl.store(to + 14, m32, mask=live)
+            tl.store(to + 15, m33, mask=live)
+
+    @triton.jit
+    def _stored(out, b0, b1, b2, b3, mask, D: tl.constexpr, S: tl.constexpr):
+        tl.store(out, b0, mask=mask, eviction_policy="evict_first")
+        tl.store(out + D, b1, mask=mask, eviction_policy="evict_first")
+        if S == 4:
+            tl.store(out + 2 * D, b2, mask=mask, eviction_policy="evict_first")
+            tl.store(out + 3 * D, b3, mask=mask, eviction_policy="evict_first")
+
+    @triton.jit
+    def _tile(
+        start, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares, inside,
+        S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+        FIRST: tl.constexpr, MIX: tl.constexpr, PROJECT: tl.constexpr, COLLAPSE: tl.constexpr, NORM: tl.constexpr,
+        PARTS: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """BD columns of BR rows: the new streams (bf16) and the collapsed input, with the sums carried on."""
+        r = tl.arange(0, BR)
+        col = tl.arange(0, NP)
+        dim = start + tl.arange(0, BD)
+        mask = live[:, None] & (dim < D)[None, :]
+        at = r[:, None] * (S * D) + dim[None, :]
+        flat = r[:, None] * D + dim[None, :]
         if FIRST:
-            source = tl.load(tokens + row, mask=live, other=0).to(tl.int64)
-            p0 += 1.0
-        elif COLLAPSE:
-            p0 = tl.load(pre + row * S, mask=live, other=0.0)
-            p1 = tl.load(pre + row * S + 1, mask=live, other=0.0)
+            x0 = tl.load(y + source.to(tl.int64)[:, None] * D + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+            x1 = x0
+            x2 = x0
+            x3 = x0
+            o = x0
+        else:
+            old = streams + long * (S * D) + at
+            x0 = tl.load(old, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x1 = tl.load(old + D, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x2 = x0
+            x3 = x0
             if S == 4:
-                p2 = tl.load(pre + row * S + 2, mask=live, other=0.0)
-                p3 = tl.load(pre + row * S + 3, mask=live, other=0.0)
-        if MIX:
-            q = comb + row * (S * S)
-            h0 = tl.load(post + row * S, mask=live, other=0.0)[:, None]
-            h1 = tl.load(post + row * S + 1, mask=live, other=0.0)[:, None]
-            c00 = tl.load(q, mask=live, other=0.0)[:, None]
-            c01 = tl.load(q + 1, mask=live, other=0.0)[:, None]
-            c10 = tl.load(q + S, mask=live, other=0.0)[:, None]
-            c11 = tl.load(q + S + 1, mask=live, other=0.0)[:, None]
-            if S == 4:
-                h2 = tl.load(post + row * S + 2, mask=live, other=0.0)[:, None]
-                h3 = tl.load(post + row * S + 3, mask=live, other=0.0)[:, None]
-                c02 = tl.load(q + 2, mask=live, other=0.0)[:, None]
-                c03 = tl.load(q + 3, mask=live, other=0.0)[:, None]
-                c12 = tl.load(q + 6, mask=live, other=0.0)[:, None]
-                c13 = tl.load(q + 7, mask=live, other=0.0)[:, None]
-                c20 = tl.load(q + 8, mask=live, other=0.0)[:, None]
-                c21 = tl.load(q + 9, mask=live, other=0.0)[:, None]
-                c22 = tl.load(q + 10, mask=live, other=0.0)[:, None]
-                c23 = tl.load(q + 11, mask=live, other=0.0)[:, None]
-                c30 = tl.load(q + 12, mask=live, other=0.0)[:, None]
-                c31 = tl.load(q + 13, mask=live, other=0.0)[:, None]
-                c32 = tl.load(q + 14, mask=live, other=0.0)[:, None]
-                c33 = tl.load(q + 15, mask=live, other=0.0)[:, None]
-        for b in range(0, CHUNK, BD):
-            dim = split * CHUNK + b + tl.arange(0, BD)
-            mask = live[:, None] & (dim < D)[None, :]
-            at = long[:, None] * (S * D) + dim[None, :]
-            if FIRST:
-                x0 = tl.load(y + source[:, None] * D + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-                x1 = x0
-                x2 = x0
-                x3 = x0
-            else:
-                x0 = tl.load(streams + at, mask=mask, other=0.0).to(tl.float32)
-                x1 = tl.load(streams + at + D, mask=mask, other=0.0).to(tl.float32)
-                if S == 4:
-                    x2 = tl.load(streams + at + 2 * D, mask=mask, other=0.0).to(tl.float32)
-                    x3 = tl.load(streams + at + 3 * D, mask=mask, other=0.0).to(tl.float32)
+                x2 = tl.load(old + 2 * D, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                x3 = tl.load(old + 3 * D, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            o = x0
             if MIX:
-                o = tl.load(y + long[:, None] * D + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+                o = tl.load(y + long * D + flat, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if PROJECT:
+            if PARTS:
+                k = start * S + tl.arange(0, BD * S)
+                there = (col < N)[:, None] & (k < D * S)[None, :]
+                place = parts + col[:, None] * (S * D) + k[None, :]
+                high = tl.load(place, mask=there, other=0.0)
+                middle = tl.load(place + N * S * D, mask=there, other=0.0)
+                low = tl.load(place + 2 * N * S * D, mask=there, other=0.0)
+            else:
+                there = (col < N)[:, None] & (dim < D)[None, :]
+                place = fn + col[:, None] * (S * D) + dim[None, :]
+                w0 = tl.load(place, mask=there, other=0.0)
+                w1 = tl.load(place + D, mask=there, other=0.0)
+                w2 = w0
+                w3 = w0
                 if S == 4:
-                    t0 = h0 * o + (c00 * x0 + c10 * x1 + c20 * x2 + c30 * x3)
-                    t1 = h1 * o + (c01 * x0 + c11 * x1 + c21 * x2 + c31 * x3)
-                    t2 = h2 * o + (c02 * x0 + c12 * x1 + c22 * x2 + c32 * x3)
-                    t3 = h3 * o + (c03 * x0 + c13 * x1 + c23 * x2 + c33 * x3)
-                    x2 = t2
-                    x3 = t3
-                else:
-                    t0 = h0 * o + (c00 * x0 + c10 * x1)
-                    t1 = h1 * o + (c01 * x0 + c11 * x1)
-                x0 = t0
-                x1 = t1
-            c = tl.zeros([BR, BD], tl.float32)
-            c, acc, square = _stream(x0, at, mask, column, dim, out, fn, p0, c, acc, square, 0, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
-            c, acc, square = _stream(x1, at, mask, column, dim, out, fn, p1, c, acc, square, 1, S, D, N, STORE, PROJECT, COLLAPSE, EXACT)
+                    w2 = tl.load(place + 2 * D, mask=there, other=0.0)
+                    w3 = tl.load(place + 3 * D, mask=there, other=0.0)
+        if MIX:
+            t0 = _mixed(x0, x1, x2, x3, o, q0, S)
+            t1 = _mixed(x0, x1, x2, x3, o, q1, S)
             if S == 4:
-                c, acc, square = _stream(
-                    x2, at, mask, column, dim, out, fn, p2, c, acc, square, 2, S, D, N, STORE, PROJECT, COLLAPSE, EXACT
-                )
-                c, acc, square = _stream(
-                    x3, at, mask, column, dim, out, fn, p3, c, acc, square, 3, S, D, N, STORE, PROJECT, COLLAPSE, EXACT
-                )
-            if COLLAPSE:
-                c = _bf16(c, EXACT)
-                inner += tl.sum(c * c, 1)
-                tl.store(x + long[:, None] * D + dim[None, :], c.to(tl.bfloat16), mask=mask)
-        if PROJECT or NORM:
-            total = acc + tl.where(column == N, 1.0, 0.0)[None, :] * square[:, None]
-            total += tl.where(column == N + 1, 1.0, 0.0)[None, :] * inner[:, None]
-            tl.store(partial + (split * n + row)[:, None] * NP + column[None, :], total, mask=live[:, None])
-            tl.debug_barrier()
-            before = SPLITS - 1
-            if SPLITS > 1:
-                before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
-            if before == SPLITS - 1:
-                if SPLITS > 1:
-                    tl.store(arrived + block, 0)  # for the next launch
-                    tl.debug_barrier()
-                for r in range(0, BR, TR):
-                    trow = block * BR + r + tl.arange(0, TR)
-                    tlive = trow < n
-                    if SPLITS > 1:
-                        whole = tl.zeros([TR, NP], tl.float32)
-                        for s in range(0, SPLITS, TS):
-                            part = s + tl.arange(0, TS)
-                            where = (part[None, :] * n + trow[:, None])[:, :, None] * NP + column[None, None, :]
-                            there = tlive[:, None, None] & (part < SPLITS)[None, :, None]
-                            whole += tl.sum(tl.load(partial + where, mask=there, other=0.0, cache_modifier=".cg"), 1)
-                        tl.debug_barrier()
-                        tl.store(partial + trow[:, None] * NP + column[None, :], whole, mask=tlive[:, None])
-                        tl.debug_barrier()
-                    if NORM:
-                        csum = tl.load(partial + trow * NP + N + 1, mask=tlive, other=1.0)
-                        f = tl.rsqrt(csum / D + eps)[:, None, None]
-                        lane = tl.arange(0, 32)
-                        for g in range(0, D // 32, TG):
-                            group = g + tl.arange(0, TG)
-                            d = group[:, None] * 32 + lane[None, :]
-                            some = tlive[:, None, None] & (group < D // 32)[None, :, None]
-                            where = trow.to(tl.int64)[:, None, None] * D + d[None, :, :]
-                            v = tl.load(x + where, mask=some, other=0.0, cache_modifier=".cg").to(tl.float32)
-                            w = tl.load(norm + d, mask=(group < D // 32)[:, None], other=0.0).to(tl.float32)
-                            v = _bf16(w[None, :, :] * (v * f), EXACT)
-                            tl.store(x + where, v.to(tl.bfloat16), mask=some)
-                            if ROUNDED or CODES:
-                                q8, bits = _round_fp8(v, tl.max(tl.abs(v), 2)[:, :, None])
-                                if ROUNDED:
-                                    tl.store(rounded + where, (q8 * bits.to(tl.float32, bitcast=True)).to(tl.bfloat16), mask=some)
-                                if CODES:
-                                    tl.store(codes + where, _fp8_codes(q8, v), mask=some)
-                                    sat = trow.to(tl.int64)[:, None] * (D // 32) + group[None, :]
-                                    few = tlive[:, None] & (group < D // 32)[None, :]
-                                    tl.store(scales + sat, tl.max(bits >> 23, 2).to(tl.uint8), mask=few)
-                    if PROJECT:
-                        at1 = partial + trow * NP
-                        rms = tl.rsqrt(tl.load(at1 + N, mask=tlive, other=1.0) / (S * D) + eps)
-                        k = tl.arange(0, S)
-                        raw = tl.load(at1[:, None] + k[None, :], mask=tlive[:, None], other=0.0) * rms[:, None]
-                        raw = raw * tl.load(scale + k)[None, :] + tl.load(base + k)[None, :]
-                        tl.store(new_pre + trow[:, None] * S + k[None, :], _sigmoid(raw) + hc_eps, mask=tlive[:, None])
-                        raw = tl.load(at1[:, None] + (S + k)[None, :], mask=tlive[:, None], other=0.0) * rms[:, None]
-                        raw = raw * tl.load(scale + S + k)[None, :] + tl.load(base + S + k)[None, :]
-                        tl.store(new_post + trow[:, None] * S + k[None, :], 2.0 * _sigmoid(raw), mask=tlive[:, None])
-                        jk = k[:, None] * S + k[None, :]
-                        m = tl.load(at1[:, None, None] + (2 * S + jk)[None, :, :], mask=tlive[:, None, None], other=0.0)
-                        m = m * rms[:, None, None] * tl.load(scale + 2 * S + jk)[None, :, :] + tl.load(base + 2 * S + jk)[None, :, :]
-                        m = tl.exp(m - tl.max(m, 2)[:, :, None])
-                        m = m / tl.sum(m, 2)[:, :, None] + hc_eps
-                        m = m / (tl.sum(m, 1)[:, None, :] + hc_eps)
-                        for _ in range(1, ITERATIONS):
-                            m = m / (tl.sum(m, 2)[:, :, None] + hc_eps)
-                            m = m / (tl.sum(m, 1)[:, None, :] + hc_eps)
-                        tl.store(new_comb + trow[:, None, None] * (S * S) + jk[None, :, :], m, mask=tlive[:, None, None])
+                t2 = _mixed(x0, x1, x2, x3, o, q2, S)
+                x3 = _mixed(x0, x1, x2, x3, o, q3, S)
+                x2 = t2
+            x0 = t0
+            x1 = t1
+        b0 = _pin(_bf16(x0, EXACT).to(tl.bfloat16), EXACT)
+        b1 = _pin(_bf16(x1, EXACT).to(tl.bfloat16), EXACT)
+        b2 = b0
+        b3 = b0
+        if S == 4:
+            b2 = _pin(_bf16(x2, EXACT).to(tl.bfloat16), EXACT)
+            b3 = _pin(_bf16(x3, EXACT).to(tl.bfloat16), EXACT)
+        x0 = b0.to(tl.float32)
+        x1 = b1.to(tl.float32)
+        x2 = b2.to(tl.float32)
+        x3 = b3.to(tl.float32)
+        if PROJECT:
+            if BR == 1:
+                wide += w0 * x0 + w1 * x1
+                if S == 4:
+                    wide += w2 * x2 + w3 * x3
+            else:
+                if not PARTS:
+                    high, middle, low = _cut(_interleaved(w0, w1, w2, w3, S))
+                acc = _product(_interleaved(b0, b1, b2, b3, S), high, middle, low, acc, EXACT)
+            square = x0 * x0 + x1 * x1
+            if S == 4:
+                square += x2 * x2 + x3 * x3
+            squares += tl.sum(square, 1)
+        c = x0
+        if COLLAPSE:
+            if not FIRST:
+                c = p0 * x0 + p1 * x1
+                if S == 4:
+                    c = c + p2 * x2 + p3 * x3
+            c = _bf16(c, EXACT)
+            if NORM:
+                inside += tl.sum(c * c, 1)
+        return acc, wide, squares, inside, c, b0, b1, b2, b3
+
+    @triton.jit
+    def _normed(
+        c, gain, f, start, long, live, x, rounded, codes, scales,
+        D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """Writes BD columns of the input, c [BR, BD] (bf16 values) times f [BR, 1] times gain [1, BD], and its FP8 rounding."""
+        r = tl.arange(0, BR)
+        dim = start + tl.arange(0, BD)
+        mask = live[:, None] & (dim < D)[None, :]
+        flat = r[:, None] * D + dim[None, :]
+        c = _bf16(gain * (c * f), EXACT)
+        tl.store(x + long * D + flat, c.to(tl.bfloat16), mask=mask)
+        if ROUNDED or CODES:
+            v = tl.reshape(c, [BR, BD // 32, 32])
+            q8, bits = _round_fp8(v, tl.max(tl.abs(v), 2)[:, :, None])
+            if ROUNDED:
+                q = tl.reshape(q8 * bits.to(tl.float32, bitcast=True), [BR, BD])
+                tl.store(rounded + long * D + flat, q.to(tl.bfloat16), mask=mask)
+            if CODES:
+                tl.store(codes + long * D + flat, tl.reshape(_fp8_codes(q8, v), [BR, BD]), mask=mask)
+                group = start // 32 + tl.arange(0, BD // 32)
+                few = live[:, None] & (group < D // 32)[None, :]
+                to = scales + long * (D // 32) + r[:, None] * (D // 32) + group[None, :]
+                tl.store(to, tl.max(bits >> 23, 2).to(tl.uint8), mask=few)
+
+    @triton.jit
+    def _ended(
+        split, block, long, live, sums, insides, c, gain, factor, offset, norm, x, rounded, codes, scales,
+        new_pre, new_post, new_comb, n, eps, hc_eps,
+        S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+        STAGES: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, TR: tl.constexpr, ITERATIONS: tl.constexpr,
+        PROJECT: tl.constexpr, NORM: tl.constexpr, HELD: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """What a program does once all sums of its row block are there. HELD: c [BR, BD] is what was collapsed, else it is in `x`."""
+        r = tl.arange(0, BR)
+        col = tl.arange(0, NP)
+        part = tl.arange(0, SP)
+        EARLY: tl.constexpr = SP * BR <= 4096  # few enough to wait in registers while the coefficients are made
+        if NORM and EARLY:
+            every = tl.load(insides + part[:, None] * BR + r[None, :], mask=(part < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
+        if PROJECT:
+            first = split * TR
+            if (first < BR) & (block * BR + first < n):
+                tr = first + tl.arange(0, TR)
+                row = block * BR + tr
+                here = (tr < BR) & (row < n)
+                where = (part[None, :] * BR + tr[:, None])[:, :, None] * NP + col[None, None, :]
+                there = here[:, None, None] & (part < SPLITS)[None, :, None]
+                whole = tl.sum(tl.load(sums + where, mask=there, other=0.0, cache_modifier=".cg"), 1)
+                mean = tl.sum(tl.where(col == N, 1.0, 0.0)[None, :] * whole, 1) / (S * D)
+                whole = whole * tl.rsqrt(mean + eps)[:, None] * factor[None, :] + offset[None, :]
+                _coefficients(whole, row, here, new_pre, new_post, new_comb, hc_eps, S, NP, ITERATIONS, EXACT)
+        if NORM:
+            if not EARLY:
+                every = tl.load(insides + part[:, None] * BR + r[None, :], mask=(part < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
+            f = tl.rsqrt(tl.sum(every, 0) / D + eps)[:, None]
+            if HELD:
+                _normed(c, gain, f, split * CHUNK, long, live, x, rounded, codes, scales, D, BR, BD, ROUNDED, CODES, EXACT)
+            else:
+                for b in tl.range(0, CHUNK, BD, num_stages=4):
+                    start = b * SPLITS + split * BD
+                    dim = start + tl.arange(0, BD)
+                    mask = live[:, None] & (dim < D)[None, :]
+                    t = tl.load(x + long * D + r[:, None] * D + dim[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+                    w = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
+                    _normed(t, w, f, start, long, live, x, rounded, codes, scales, D, BR, BD, ROUNDED, CODES, EXACT)
+
+    @triton.jit(do_not_specialize=["n", "groups"])  # else a kernel for each way in which they divide by 16
+    def step(
+        streams, out, y, tokens, post, comb, pre, fn, parts, scale, base, norm, x, rounded, codes, scales,
+        new_pre, new_post, new_comb, partial, inner, arrived, n, groups, eps, hc_eps,
+        S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, CHUNK: tl.constexpr,
+        STAGES: tl.constexpr, SPLITS: tl.constexpr, SP: tl.constexpr, TR: tl.constexpr,
+        ITERATIONS: tl.constexpr, FIRST: tl.constexpr, MIX: tl.constexpr, STORE: tl.constexpr, PROJECT: tl.constexpr,
+        COLLAPSE: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, PARTS: tl.constexpr,
+        EXACT: tl.constexpr,
+    ):  # fmt: skip
+        """Program (group, split): CHUNK columns of every stream, BD at a time, of the row blocks group, group + groups, ...
+
+        It puts the sums of these columns into `partial` [2 * groups, SPLITS, BR, NP] (N raw coefficients, the square of the streams) and
+        `inner` [2 * groups, SPLITS, BR] (the square of the collapsed input), waits until the SPLITS programs of its group have done so,
+        and then does the norm of its columns and the coefficients of rows split * TR, ... of the block. So all of the grid must be on the
+        device at once. `arrived` [groups] grows by 1024 with each meeting. There are two places for sums: whoever writes to one again has
+        met, once in between, all who read it. The collapsed input waits in registers where it is one tile, else in `x`.
+        In the interpreter, where one program runs after the other, the last of a group does the second part of all.
+        """
+        split = tl.program_id(0) % SPLITS
+        group = tl.program_id(0) // SPLITS
+        r = tl.arange(0, BR)
+        col = tl.arange(0, NP)
+        blocks = (n + BR - 1) // BR
+        MEET: tl.constexpr = PROJECT or NORM
+        ONE: tl.constexpr = CHUNK == BD
+        HELD: tl.constexpr = NORM and ONE and not EXACT
+        factor = 0.0
+        offset = 0.0
+        gain = 0.0
+        if PROJECT:  # before anything waits
+            factor = tl.load(scale + col, mask=col < N, other=0.0)
+            offset = tl.load(base + col, mask=col < N, other=0.0)
+        if HELD:
+            dim = split * BD + tl.arange(0, BD)
+            gain = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
+        if EXACT:
+            turns = 1
+        else:
+            turns = (blocks - group + groups - 1) // groups
+        for i in range(turns):
+            block = group + i * groups
+            place = group * 2 + i % 2
+            row = block * BR + r
+            live = row < n
+            long = (block * BR).to(tl.int64)
+            sums = partial + place * (SPLITS * BR * NP)
+            insides = inner + place * (SPLITS * BR)
+            acc = tl.zeros([BR, NP], tl.float32)
+            wide = tl.zeros([NP, BD], tl.float32)
+            squares = tl.zeros([BR], tl.float32)
+            inside = tl.zeros([BR], tl.float32)
+            source = long
+            q0 = 0
+            q1 = 0
+            q2 = 0
+            q3 = 0
+            p0 = 0
+            p1 = 0
+            p2 = 0
+            p3 = 0
+            if FIRST:
+                source = tl.load(tokens + row, mask=live, other=0).to(tl.int64)
+            if MIX:
+                q0 = _weights(post, comb, row, live, 0, S)
+                q1 = _weights(post, comb, row, live, 1, S)
+                if S == 4:
+                    q2 = _weights(post, comb, row, live, 2, S)
+                    q3 = _weights(post, comb, row, live, 3, S)
+            if COLLAPSE and not FIRST:
+                p0 = tl.load(pre + row * S, mask=live, other=0.0)[:, None]
+                p1 = tl.load(pre + row * S + 1, mask=live, other=0.0)[:, None]
+                if S == 4:
+                    p2 = tl.load(pre + row * S + 2, mask=live, other=0.0)[:, None]
+                    p3 = tl.load(pre + row * S + 3, mask=live, other=0.0)[:, None]
+            if ONE:
+                acc, wide, squares, inside, c, b0, b1, b2, b3 = _tile(
+                    split * CHUNK, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares,
+                    inside, S, D, N, NP, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
+                )  # fmt: skip
+            else:
+                c = 0.0
+                for b in tl.range(0, CHUNK, BD, num_stages=STAGES):
+                    start = b * SPLITS + split * BD
+                    dim = start + tl.arange(0, BD)
+                    mask = live[:, None] & (dim < D)[None, :]
+                    acc, wide, squares, inside, t, b0, b1, b2, b3 = _tile(
+                        start, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares,
+                        inside, S, D, N, NP, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
+                    )  # fmt: skip
+                    if STORE:
+                        _stored(out + long * (S * D) + r[:, None] * (S * D) + dim[None, :], b0, b1, b2, b3, mask, D, S)
+                    if COLLAPSE:
+                        tl.store(x + long * D + r[:, None] * D + dim[None, :], t.to(tl.bfloat16), mask=mask)
+            if PROJECT:
+                if BR == 1:
+                    acc = tl.sum(wide, 1)[None, :]
+                acc += tl.where(col == N, 1.0, 0.0)[None, :] * squares[:, None]
+                tl.store(sums + (split * BR + r)[:, None] * NP + col[None, :], acc)
+            if NORM:
+                tl.store(insides + split * BR + r, inside)
+            if MEET and not EXACT:
+                tl.debug_barrier()
+                mine = 1
+                if split == 0:
+                    mine = 1024 - (SPLITS - 1)
+                seen = tl.atomic_add(arrived + group, mine, sem="acq_rel")
+                goal = (seen & -1024) + 1024
+                seen += mine
+            if ONE:  # nobody waits for these
+                dim = split * CHUNK + tl.arange(0, BD)
+                mask = live[:, None] & (dim < D)[None, :]
+                if STORE:
+                    _stored(out + long * (S * D) + r[:, None] * (S * D) + dim[None, :], b0, b1, b2, b3, mask, D, S)
+                if COLLAPSE and not HELD:
+                    tl.store(x + long * D + r[:, None] * D + dim[None, :], c.to(tl.bfloat16), mask=mask)
+            if MEET and EXACT:
+                if split == SPLITS - 1:
+                    for s in range(SPLITS):
+                        _ended(
+                            s, block, long, live, sums, insides, c, gain, factor, offset, norm, x, rounded, codes, scales,
+                            new_pre, new_post, new_comb, n, eps, hc_eps, S, D, N, NP, BR, BD, CHUNK, STAGES, SPLITS, SP, TR, ITERATIONS,
+                            PROJECT, NORM, HELD, ROUNDED, CODES, EXACT,
+                        )  # fmt: skip
+            elif MEET:
+                while seen - goal < 0:
+                    seen = tl.atomic_add(arrived + group, 0, sem="acquire")
+                tl.debug_barrier()
+                _ended(
+                    split, block, long, live, sums, insides, c, gain, factor, offset, norm, x, rounded, codes, scales,
+                    new_pre, new_post, new_comb, n, eps, hc_eps, S, D, N, NP, BR, BD, CHUNK, STAGES, SPLITS, SP, TR, ITERATIONS,
+                    PROJECT, NORM, HELD, ROUNDED, CODES, EXACT,
+                )  # fmt: skip
 
     @triton.jit
     def engram_gather(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,16 +18,30 @@ from torch import Tensor
 from forebay.model.ops.hyper_connections import Coefficients
 
 GROUP = 32
-_PROGRAMS = 264  # the most that `Tuning.programs` can ask for; buffers are made for so many
-_TAIL = 1024  # values a warp takes in one round of the norm
+_PLACES = 2  # for the sums of a row block, used in turn
 
 
 class Connection(NamedTuple):
-    """Parameters of one sub-layer's mHC: fn [2S + S*S, S*D] fp32; scale (spread over the columns) and base [2S + S*S] fp32."""
+    """Parameters of one sub-layer's mHC: fn [2S + S*S, S*D] fp32; scale (spread over the columns) and base [2S + S*S] fp32.
+
+    parts: what `cut` makes of fn, for many rows at once; without it, every program cuts what it reads.
+    """
 
     fn: Tensor
     scale: Tensor
     base: Tensor
+    parts: Tensor | None = None
+
+
+def cut(fn: Tensor, streams: int) -> Tensor:
+    """fn [N, S*D] fp32 as the sum of three bf16 tensors, exact but for numbers below 2^-110: -> [3, N, D, S] (6 bytes a number)."""
+    rest = fn.unflatten(1, (streams, -1)).transpose(1, 2).contiguous()
+    parts = []
+    for _ in range(3):
+        high = (rest.view(torch.int32) & -65536).view(torch.float32)
+        parts.append(high.bfloat16())
+        rest = rest - high
+    return torch.stack(parts)
 
 
 class Input(NamedTuple):
@@ -53,74 +68,103 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+class Tuning(NamedTuple):
+    """Rows and columns of a tile, columns of a program, stages of loads in flight, warps, registers a thread may take (0: any number),
+    programs of one multiprocessor."""
+
+    rows: int
+    columns: int
+    chunk: int
+    stages: int = 1
+    warps: int = 4
+    registers: int = 0
+    resident: int = 2
+
+
 class Tiles(NamedTuple):
-    """Shape of the step kernel's work: rows and columns of a tile, columns of a program, programs of a row, rows of the tail, warps."""
+    """Rows and columns of a tile, columns of a program, programs that share a row block, row blocks that are worked on at once."""
 
     rows: int
     columns: int
     chunk: int
     splits: int
-    tail: int
-    warps: int
+    groups: int
 
 
-class Tuning(NamedTuple):
-    """What `tiles` may be told: rows of a tile, columns of a tile, programs there should be at least, warps (0: by the rows), stages."""
-
-    rows: int = 16
-    columns: int = 32
-    programs: int = 132  # as many as an H200 has multiprocessors
-    warps: int = 0
-    stages: int = 2
+def default_tuning(n: int) -> Tuning:
+    if n == 1:
+        return Tuning(1, 32, 32)
+    if n <= 16:
+        return Tuning(16, 32, 32)
+    if n <= 64:
+        return Tuning(64, 32, 32)
+    # few values, since each is a kernel to compile; a row block of 5,120 columns is 80, 32 or 20 programs, and an H200 holds 264 at once
+    if n <= 192:
+        return Tuning(64, 32, 64, 2)
+    return Tuning(64, 32, 160, 2) if n <= 2048 else Tuning(64, 32, 256, 2)
 
 
 def tuning_space(n: int) -> list[Tuning]:
     """What a sweep on a new machine should try for n rows; the first is what is used without one."""
     first = default_tuning(n)
     if n <= 128:
-        others = [Tuning(16, c, p, w, s) for c in (16, 32, 64) for p in (66, 132, 264) for w in (2, 4, 8) for s in (1, 2, 3)]
+        others = [Tuning(r, c, c, 1, w) for r in ((1,) if n == 1 else (16, 32)) for c in (32, 64, 128) for w in (2, 4)]
     else:
-        others = [Tuning(r, c, 132, w, s) for r in (16, 32, 64) for c in (16, 32, 64) for w in (4, 8) for s in (1, 2, 3, 4)]
+        others = [Tuning(r, c, k, s, 4) for r in (16, 64) for c in (32, 64) for k in (128, 256, 512) for s in (2, 3)]
     return [first, *(t for t in others if t != first)]
 
 
-def default_tuning(n: int) -> Tuning:
-    return Tuning() if n <= 1024 else Tuning(stages=3)
-
-
-def tiles(n: int, width: int, tuning: Tuning | None = None) -> Tiles:
-    """Few rows: a program has one tile and the last one ends the row block. Many: a program has its rows to itself."""
-    tuned = tuning or default_tuning(n)
-    rows, programs = tuned.rows, min(tuned.programs, _PROGRAMS)
-    blocks = -(-n // rows)
-    columns = min(tuned.columns, _power(width))  # wider tiles spill registers on sm_90
+def tiles(n: int, width: int, tuning: Tuning, programs: int | None) -> Tiles:
+    """`programs`: the most that can be on the device at once; None where they need not be."""
+    columns = min(tuning.columns, max(GROUP, _power(width)))
     most = -(-width // columns)
-    splits = min(most, max(1, -(-programs // blocks))) if blocks < programs // 2 else 1
-    chunk = -(-most // splits) * columns
-    return Tiles(rows, columns, chunk, -(-width // chunk), min(rows, _power(n)), tuned.warps or rows // 4)
+    chunk = columns * min(max(tuning.chunk // columns, -(-most // (programs or most))), most)
+    splits, blocks = -(-width // chunk), -(-n // tuning.rows)
+    return Tiles(tuning.rows, columns, chunk, splits, blocks if programs is None else max(1, min(blocks, programs // splits)))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _programs(device: torch.device, tuning: Tuning) -> int | None:
+    """How many programs can wait for each other; None where none can, as in the interpreter, which runs one after the other."""
+    return _processors(device) * tuning.resident if device.type == "cuda" and not _interpreted() else None
+
+
+def _sizes(rows: int) -> set[int]:
+    """The numbers of rows up to `rows` at which `default_tuning` or the number of row blocks may ask for the most."""
+    return {n for n in (1, 2, 16, 64, 192, 2048) if n <= rows} | {rows}
 
 
 class StreamStep:
     """The step kernel for batches of up to `max_rows` rows. S is 2 or 4, D a multiple of 32.
 
-    Floor of a whole step at D = 5120, S = 4: 41 KB of streams read and written, y 10 KB and the input 10 KB written: 102,400 bytes a row
-    (FP8 codes 5.3 KB more), 24 us for 1,024 rows at 4.2 TB/s; fn is 1.97 MB a launch. 0.98 MFLOP a row for the projection, three times
-    that on the tensor cores (fn in three parts of bf16).
+    Its programs wait for each other, so all of them must be on the device at once: there are never more than fit, and the launch is a
+    cooperative one, which fails where they do not.
+
+    Floor of a whole step at D = 5120, S = 4: 41 KB of streams read and written, y 10 KB read, the input and its FP8 rounding 10 KB each
+    written: 112,640 bytes a row, 27 us for 1,024 rows at 4.2 TB/s; fn is 1.97 MB a launch (2.95 MB as parts). 0.98 MFLOP a row for the
+    projection, three times that on the tensor cores (fn in three parts of bf16).
     """
 
     def __init__(
-        self, max_rows: int, streams: int, width: int, eps: float, hc_eps: float, iterations: int, device: torch.device | str
-    ) -> None:
+        self, max_rows: int, streams: int, width: int, eps: float, hc_eps: float, iterations: int, device: torch.device | str,
+        tuning: Tuning | None = None,
+    ) -> None:  # fmt: skip
+        """`tuning`: instead of the default by the number of rows."""
         if streams not in (2, 4) or width % GROUP:
             raise ValueError(f"the kernel takes 2 or 4 streams of a multiple of {GROUP} channels, got {streams} of {width}")
         self.streams, self.width, self.eps, self.hc_eps, self.iterations = streams, width, eps, hc_eps, iterations
         self.count = 2 * streams + streams * streams
-        self.padded = max(16, _power(self.count + 2))
-        self.tuning: Tuning | None = None  # None: by the number of rows
-        need = min(16 * _PROGRAMS + 2 * 64 * -(-_PROGRAMS // 2), max_rows * -(-width // 16))
-        need = max(need, max_rows)
-        self.partial = torch.empty(need * self.padded, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(-(-max_rows // 16), dtype=torch.int32, device=device)
+        self.padded = max(16, _power(self.count + 1))
+        self.tuning = tuning
+        needed = [self._tiles(n, tuning or default_tuning(n), torch.device(device)) for n in _sizes(max_rows)]
+        sums = max(_PLACES * t.groups * t.splits * t.rows for t in needed)
+        self.partial = torch.empty(sums * self.padded, dtype=torch.float32, device=device)
+        self.inner = torch.empty(sums, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max(_PLACES * t.groups for t in needed), dtype=torch.int32, device=device)
 
     def mix(
         self, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, out: Tensor,
@@ -160,27 +204,32 @@ class StreamStep:
         n = any_tensor.shape[0]
         if n == 0:
             return
-        tuned = self.tuning or default_tuning(n)
-        t = tiles(n, self.width, tuned)
-        meets = following is not None or norm is not None
-        if t.splits * n * self.padded > self.partial.numel():
+        tuned, device = self.tuning or default_tuning(n), any_tensor.device
+        t = self._tiles(n, tuned, device)
+        if _PLACES * t.groups * t.splits * t.rows > self.inner.numel():
             raise ValueError(f"{n} rows are more than these buffers were made for")
         none = self.arrived  # stands for what the kernel is told not to touch
-        fn, scale, base = following if following is not None else (none, none, none)
+        fn, scale, base, parts = following if following is not None else (none, none, none, None)
         made: tuple[Tensor, ...] = coefficients if coefficients is not None else (none, none, none)
         x, rounded, codes, scales = into if into is not None else (none, None, None, None)
-        tail = _TAIL * t.warps // t.tail
-        groups = max(1, min(_power(self.width // GROUP), tail // GROUP))
-        k = _kernels()
-        given = (streams, out, y, tokens, post, comb, pre, fn, scale, base, norm, x, rounded, codes, scales)
-        k.step[(-(-n // t.rows), t.splits)](
-            *(none if a is None else a for a in given), *made, self.partial, self.arrived, n, self.eps, self.hc_eps,
-            S=self.streams, D=self.width, N=self.count, NP=self.padded, BR=t.rows, BD=t.columns, CHUNK=t.chunk,
-            SPLITS=t.splits, TR=t.tail, TS=max(1, min(_power(t.splits), tail // self.padded)), TG=groups,
-            ITERATIONS=self.iterations, FIRST=tokens is not None, MIX=post is not None, STORE=out is not None,
-            PROJECT=following is not None, COLLAPSE=into is not None, NORM=meets and norm is not None,
-            ROUNDED=rounded is not None, CODES=codes is not None, EXACT=_interpreted(), num_warps=t.warps, num_stages=tuned.stages,
+        given = (streams, out, y, tokens, post, comb, pre, fn, parts, scale, base, norm, x, rounded, codes, scales)
+        meets = following is not None or norm is not None
+        options: dict[str, Any] = {"num_warps": tuned.warps, "num_stages": 1}
+        if tuned.registers:
+            options["maxnreg"] = tuned.registers
+        if meets and not _interpreted():
+            options["launch_cooperative_grid"] = True
+        _kernels().step[(t.groups * t.splits,)](
+            *(none if a is None else a for a in given), *made, self.partial, self.inner, self.arrived, n, t.groups, self.eps, self.hc_eps,
+            S=self.streams, D=self.width, N=self.count, NP=self.padded, BR=t.rows, BD=t.columns, CHUNK=t.chunk, STAGES=tuned.stages,
+            SPLITS=t.splits, SP=_power(t.splits), TR=_power(-(-t.rows // t.splits)), ITERATIONS=self.iterations,
+            FIRST=tokens is not None, MIX=post is not None, STORE=out is not None, PROJECT=following is not None,
+            COLLAPSE=into is not None, NORM=norm is not None, ROUNDED=rounded is not None, CODES=codes is not None,
+            PARTS=parts is not None and t.rows > 1, EXACT=_interpreted(), **options,
         )  # fmt: skip
+
+    def _tiles(self, n: int, tuning: Tuning, device: torch.device) -> Tiles:
+        return tiles(n, self.width, tuning, _programs(device, tuning))
 
 
 def engram_gather(
@@ -238,8 +287,9 @@ def bench_cases() -> list[Case]:
                 return torch.empty(shape, device=device, dtype=dtype)
 
             streams, y = numbers(n, s, d).bfloat16(), numbers(n, d).bfloat16()
-            following = Connection(numbers(count, s * d) * 0.01, numbers(count), numbers(count))
-            into = Input(empty(n, d, dtype=torch.bfloat16), None, empty(n, d, dtype=torch.uint8), empty(n, d // 32, dtype=torch.uint8))
+            fn = numbers(count, s * d) * 0.01
+            following = Connection(fn, numbers(count), numbers(count), cut(fn, s))
+            into = Input(empty(n, d, dtype=torch.bfloat16), empty(n, d, dtype=torch.bfloat16))
             made = Coefficients(empty(n, s), empty(n, s), empty(n, s, s))
             stepper = StreamStep(n, s, d, 1e-20, 1e-6, 20, device)
             post, comb, pre = numbers(n, s).sigmoid(), numbers(n, s, s).softmax(-1), numbers(n, s).sigmoid()
@@ -266,7 +316,7 @@ def bench_cases() -> list[Case]:
         return make
 
     for n in (1, 8, 64, 512, 4096):
-        moved = n * (2 * s * d * 2 + d * 2 + d * 2 + d + d // 32) + count * s * d * 4
+        moved = n * (2 * s * d * 2 + 3 * d * 2) + count * s * d * 4
         cases.append((f"mhc step n={n}", step_inputs(n), StreamStep.mix, moved, 2 * n * count * s * d))
         cases.append((f"engram gate n={n}", gate_inputs(n), engram_gate, n * (3 * s + 1) * d * 2 + s * d * 4, 8 * n * s * d))
         cases.append((f"engram gather n={n}", gather_inputs(n), engram_gather, n * 24 * (264 + 8 + 512), 0))

@@ -16,7 +16,7 @@ from forebay.model.ops.linear import Fp8Weight, Mxfp4Weight, TileCache, quantise
 from forebay.model.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.usefixtures("kernels")
-KERNELS = ((Fp8Matrix, "__call__"), (ExpertBank, "__call__"), (gemm_ops, "widen round_rows glu experts"))
+KERNELS = ((Fp8Matrix, "__call__"), (ExpertBank, "__call__"), (gemm_ops, "widen round_rows experts"))
 CACHE = TileCache(1 << 20)
 
 
@@ -48,8 +48,11 @@ def test_widening_is_exact() -> None:
     assert torch.equal(out.float(), Fp8Weight(codes, scales, CACHE).widen(0, 32))
 
 
-@pytest.mark.parametrize(("n", "k", "outs", "groups"), [(65, 96, 64, 1), (70, 64, 128, 2), (3, 64, 128, 2), (0, 64, 32, 1)])
-def test_fp8_matrix(n: int, k: int, outs: int, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "outs", "groups", "keep_wide"),
+    [(65, 96, 64, 1, False), (70, 64, 128, 2, True), (66, 64, 128, 2, False), (3, 64, 128, 2, True), (0, 64, 32, 1, False)],
+)
+def test_fp8_matrix(n: int, k: int, outs: int, groups: int, keep_wide: bool) -> None:
     codes, scales = e4m3(outs, k)
     x = random(n, groups * k).bfloat16()
     if groups == 1:
@@ -58,7 +61,7 @@ def test_fp8_matrix(n: int, k: int, outs: int, groups: int) -> None:
         size = outs // groups
         weights = [Fp8Weight(codes, scales, CACHE, (g * size, (g + 1) * size)) for g in range(groups)]
         want = SERVING.grouped_linear(x.unflatten(1, (2 * groups, -1)), weights)
-    matrix, work = Fp8Matrix(codes, scales, groups), Meeting(1 << 16, 64, "cpu")
+    matrix, work = Fp8Matrix(codes, scales, groups, keep_wide), Meeting(1 << 16, 64, "cpu")
     out = torch.empty((n, outs), dtype=torch.bfloat16)
     matrix(x, out, work)
     assert_near(out, want)
@@ -71,21 +74,39 @@ def test_shapes_that_do_not_belong_together() -> None:
         Fp8Matrix(bytes_of(64, 64), bytes_of(2, 1))
 
 
+def test_tunings_and_buffers_that_do_not_fit() -> None:
+    def call(tiles: int, up: gemm_ops.Tuning, down: gemm_ops.Tuning) -> None:
+        x, stored = torch.zeros((4, 64), dtype=torch.bfloat16), (bytes_of(2, 64, 32), bytes_of(2, 64, 2))
+        indices, space = torch.zeros((4, 1), dtype=torch.int32), torch.empty(tiles, dtype=torch.int32)
+        gemm_ops.experts(
+            x, stored, stored, indices, torch.ones((4, 1)), 0.0, None, None, space, space, x, x, x, x, up_tuning=up, down_tuning=down
+        )
+
+    assert {gemm_ops.tuning_space(kernel)[0] for kernel in ("up", "down")} == {gemm_ops.UP, gemm_ops.DOWN}
+    with pytest.raises(ValueError, match="too few"):
+        call(3, gemm_ops.UP, gemm_ops.DOWN)
+    with pytest.raises(ValueError, match="do not go together"):
+        call(64, gemm_ops.UP, gemm_ops.DOWN._replace(rows=64))
+
+
 @pytest.mark.parametrize(
-    ("n", "d", "inter", "experts", "topk", "limit", "shared", "few"),
+    ("n", "d", "inter", "experts", "topk", "limit", "shared", "few", "rows", "step"),
     [
-        (18, 96, 32, 4, 3, 10.0, True, 0),
-        (6, 64, 96, 4, 2, 0.0, False, 0),
-        (18, 64, 32, 4, 1, 0.5, True, 4),
-        (3, 64, 32, 4, 2, 10.0, True, 64),
+        (18, 96, 32, 4, 3, 10.0, True, 0, 32, 64),
+        (6, 64, 128, 4, 2, 0.0, False, 0, 16, 128),
+        (80, 128, 32, 3, 1, 0.5, True, 4, 64, 64),
+        (3, 64, 32, 4, 2, 10.0, True, 64, 64, 64),
+        (260, 128, 128, 3, 1, 10.0, False, 0, 256, 128),  # as in use: tiles of three quarters
     ],
 )
 def test_expert_bank(
-    n: int, d: int, inter: int, experts: int, topk: int, limit: float, shared: bool, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    n: int, d: int, inter: int, experts: int, topk: int, limit: float, shared: bool, few: int, rows: int, step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(device_linear, "FEW_ROWS", few)
-    monkeypatch.setattr(gemm_ops, "TILE_ROWS", 16)  # several tiles for an expert
-    monkeypatch.setattr(gemm_ops, "DOWN_ROWS", 32)
+    for name in ("UP", "DOWN", "FEW_UP", "FEW_DOWN"):  # several tiles for an expert
+        if rows < 256:
+            monkeypatch.setattr(gemm_ops, name, gemm_ops.Tuning(rows, 64, 4, step, 2, 2, rows == 64))
     up = bytes_of(experts, 2 * inter, d // 2), bytes_of(experts, 2 * inter, d // 32, low=122, high=126)
     down = bytes_of(experts, d, inter // 2), bytes_of(experts, d, inter // 32, low=122, high=126)
     up[1][0, 0, 0], up[1][1, 0, 0], down[1][1, 0, 0] = 0, 130, 131
@@ -93,6 +114,7 @@ def test_expert_bank(
     # the last expert has no rows
     indices = random(n, experts)[:, 1:].argsort(1)[:, :topk].to(torch.int32).contiguous()
     weights = random(n, topk).sigmoid()
+    assert rows < 256 or any(128 < number <= 192 for number in indices[:-1].flatten().bincount())
     kept = [
         (Mxfp4Weight(up[0][e, :inter], up[1][e, :inter], CACHE), Mxfp4Weight(down[0][e], down[1][e], CACHE),
          Mxfp4Weight(up[0][e, inter:], up[1][e, inter:], CACHE)) for e in range(experts)
@@ -107,7 +129,7 @@ def test_expert_bank(
     work = Meeting(1 << 18, 64, "cpu")
     padded = indices.clone()
     padded[n - 1] = -1
-    for chosen in (indices, padded):
+    for chosen in (indices, padded) if rows < 256 else (padded,):
         out = torch.full((n, d), 7.0, dtype=torch.bfloat16)
         bank(x, chosen, weights, out, work)
         last = n if chosen is indices else n - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,129 +11,21 @@ from torch import Tensor
 from forebay.model.ops import formats
 from forebay.model.ops.kernels import attend as kernels
 from forebay.model.ops.kernels import attend_ops
-from forebay.model.ops.kernels.attend_ops import Entries, Plan, Rows, attend, plan
-from forebay.model.ops.rope import inverse_frequencies, rotate, turn_at
-from forebay.model.ops.sparse_attention import sparse_attention
+from forebay.model.ops.kernels.attend_ops import Plan, attend, plan
+from forebay.model.ops.kernels.moe_ops import Meeting
+from forebay.model.ops.rope import rotate
+from stored_attention import DEMO, LONG, REAL, TINY, Problem, Shape, assert_near
 
 pytestmark = pytest.mark.usefixtures("kernels")
 KERNELS = ((attend_ops, "attend"),)
 
 
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    dim: int
-    rope: int
-    window: int
-    topk: int
-    ratio: int = 1
-    magnitude: float = 1.0
-
-
-TINY = Shape(2, 32, 8, 8, 8, 2)
-DEMO = Shape(8, 128, 32, 64, 40, 2)
-LONG = Shape(4, 128, 16, 130, 100)  # three tiles of window and two of entries, the last of both in part
-REAL = Shape(64, 512, 64, 128, 512)
-
-
-class Problem:
-    """Three sequences: one in the middle of a long text, one that begins here, and one whose window has a floor; and padding."""
-
-    spans = ((300, 3, 0), (0, 2, 0), (250, 3, 245))  # first position, rows, floor
-
-    def __init__(self, shape: Shape, spans: tuple[tuple[int, int, int], ...] | None = None, padding: int = 1) -> None:
-        self.shape, spans = shape, self.spans if spans is None else spans
-        g = torch.Generator().manual_seed(shape.dim + shape.topk)
-        n = sum(count for _, count, _ in spans) + padding
-        self.q = torch.randn((n, shape.heads, shape.dim), generator=g).mul(shape.magnitude).bfloat16()
-        self.sink, self.scale = torch.randn(shape.heads, generator=g), shape.dim**-0.5
-
-        def window_rows(*lead: int) -> Tensor:
-            codes, scales = formats.fp8_encode(torch.randn((*lead, shape.dim), generator=g) * 2 ** torch.randn((*lead, 1), generator=g))
-            return torch.cat((codes, scales), -1)
-
-        slots, layers, layer = 5, 2, 1
-        self.rings = window_rows(slots, layers, shape.window)[:, layer]
-        self.fresh = window_rows(n)
-        # A pool of blocks with another plane before the codes, and bytes between the planes that belong to nobody.
-        per_block = 16 // shape.ratio
-        codes = per_block * 48
-        scales = codes + per_block * shape.dim // 2 + 32
-        pool = torch.full((80, scales + per_block * shape.dim // 16 + 48), 255, dtype=torch.uint8)
-        packed, factors = formats.main_encode(torch.randn((80, per_block, shape.dim), generator=g) * 3)
-        pool[:, codes : codes + per_block * shape.dim // 2] = packed.flatten(1)
-        pool[:, scales : scales + per_block * shape.dim // 16] = factors.flatten(1)
-        self.packed, self.factors = packed, factors
-        table = torch.stack([torch.randperm(79, generator=g)[:40] + 1 for _ in spans]).int()
-        selected = torch.full((n, shape.topk), -1, dtype=torch.int32)
-        span, position, start, offset, floor = [], [], [], [], []
-        row = 0
-        for number, (first, count, lowest) in enumerate(spans):
-            start.append(first)
-            offset.append(row)
-            floor.append(lowest)
-            for i in range(first, first + count):
-                span.append(number)
-                position.append(i)
-                stored = (i + 1) // shape.ratio
-                chosen = torch.randperm(stored, generator=g)[: shape.topk].sort()[0]
-                selected[row, : len(chosen)] = chosen
-                row += 1
-        span += [-1] * padding
-        position += [-1] * padding
-        turn = turn_at(torch.tensor(position).clamp(min=0), inverse_frequencies(shape.rope, 10000.0))
-
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
-        slot = int32([3, 1, 4][: len(spans)])
-        self.turn = turn
-        both = torch.stack((turn.cos[:, ::2], turn.sin[:, 1::2]), 1)
-        self.rows = Rows(torch.tensor(position), int32(span), int32(start), int32(offset), int32(floor), slot, table, both)
-        self.entries: Entries | None = Entries(selected, pool, per_block, codes, scales)
-
-    def expected(self) -> Tensor:
-        """Key by key."""
-        shape, rows = self.shape, self.rows
-        slots = shape.window + (0 if self.entries is None else shape.topk)
-        kv, valid = torch.zeros((len(self.q), slots, shape.dim)), torch.zeros((len(self.q), slots), dtype=torch.bool)
-        for row, (i, s) in enumerate(zip(rows.position.tolist(), rows.span.tolist(), strict=True)):
-            lowest = max(int(rows.floor[s]), i - shape.window + 1)
-            for t, j in enumerate(range(lowest, i + 1)):
-                if j >= int(rows.start[s]):
-                    stored = self.fresh[int(rows.offset[s]) + j - int(rows.start[s])]
-                else:
-                    stored = self.rings[int(rows.slot[s]), j % shape.window]
-                kv[row, t], valid[row, t] = formats.fp8_decode(stored[None, : shape.dim], stored[None, shape.dim :])[0], True
-            if self.entries is not None:
-                for t, entry in enumerate(self.entries.selected[row].tolist()):
-                    if entry >= 0:
-                        block, place = int(rows.table[s, entry // self.entries.per_block]), entry % self.entries.per_block
-                        kv[row, shape.window + t] = formats.main_decode(self.packed[block, place], self.factors[block, place])
-                        valid[row, shape.window + t] = True
-        q = rotate(self.q, self.turn)
-        return rotate(sparse_attention(q, kv, valid, self.sink, self.scale), self.turn, inverse=True)
-
-    def found(self, split: Plan | None = None) -> Tensor:
-        out = torch.full_like(self.q, float("nan"))
-        attend(self.q, self.rings, self.fresh, self.entries, self.sink, self.scale, self.rows, out, split)
-        return out
-
-
-def assert_near(found: Tensor, expected: Tensor, limit: float = 4e-3) -> None:
-    """Two bf16 roundings may fall the other way (2^-8 of a number); of the whole, less than `limit`."""
-    assert found.isfinite().all()
-    error = (found.double() - expected.double()).norm() / expected.double().norm()
-    assert error <= limit, float(error)
-
-
 def one_split(shape: Shape) -> Plan:
-    return Plan(0, 1, 1)
+    return Plan()
 
 
-def every_tile(shape: Shape, tiles: int, topk: int) -> Plan:
-    near, far = -(-shape.window // (64 * tiles)), -(-topk // (64 * tiles))
-    return Plan(tiles, near, near + far)
+def every_tile(shape: Shape, tiles: int, topk: int, heads: int = 0) -> Plan:
+    return attend_ops.tuned(shape.window, topk, tiles=tiles, heads=heads)
 
 
 @pytest.mark.parametrize("shape", [TINY, DEMO, LONG], ids=["tiny", "demo", "long"])
@@ -146,10 +38,47 @@ def test_equals_the_torch_operation(shape: Shape) -> None:
     assert not found[-1].any()  # padding
 
 
-@pytest.mark.parametrize("tiles", [1, 4])
-def test_parts_join(tiles: int) -> None:
+@pytest.mark.parametrize(("tiles", "heads"), [(1, 0), (4, 2), (3, 3)])
+def test_parts_join(tiles: int, heads: int) -> None:
+    """Parts of either kind of key and of both, fewer heads a program; padding, and rows with fewer tiles of keys than parts."""
     problem = Problem(LONG)
-    assert_near(problem.found(every_tile(LONG, tiles, LONG.topk)), problem.expected())
+    found = problem.found(every_tile(LONG, tiles, LONG.topk, heads))
+    assert_near(found, problem.expected())
+    assert not found[-1].any()
+
+
+def test_fewer_heads_change_nothing() -> None:
+    problem = Problem(DEMO, ((300, 1, 0), (0, 1, 0)))
+    assert torch.equal(problem.found(attend_ops.tuned(DEMO.window, DEMO.topk, heads=3)), problem.found(one_split(DEMO)))
+
+
+@pytest.mark.parametrize("entries", [False, True])
+def test_any_program_may_come_last(entries: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits in any order, over what other launches left in the buffers; counters end at zero, as graphs need."""
+    from triton.runtime import interpreter
+
+    problem = Problem(LONG, ((300, 1, 0), (0, 1, 0)))
+    if not entries:
+        problem.entries = None
+    topk, n = LONG.topk if entries else 0, len(problem.q)
+    split = every_tile(LONG, 1, topk, 2)
+    meeting, results, plain = Meeting(n * split.splits * 4 * 130, 64, "cpu"), [], interpreter.interpreter_builder.set_grid_idx
+    for turn in (0, split.splits - 1):  # a GPU has its own order
+        meeting.partial.fill_(float("nan"))
+        monkeypatch.setattr(
+            interpreter.interpreter_builder, "set_grid_idx",
+            lambda x, y, z, turn=turn: plain(x, (turn - y) % split.splits, z),
+        )  # fmt: skip
+        parts, out = attend_ops.borrowed(meeting, n, 4, 128, split.splits), torch.full_like(problem.q, float("nan"))
+        args = problem.q, problem.rings, problem.fresh, problem.entries, problem.sink, problem.scale, problem.rows, out
+        attend_ops.attend(*args, split, parts)
+        assert not meeting.arrived.any()
+        results.append(out)
+    monkeypatch.undo()
+    assert_near(results[0], problem.expected())
+    assert all(torch.equal(result, results[0]) for result in results)
+    with pytest.raises(ValueError, match="more than these buffers hold"):
+        attend_ops.borrowed(meeting, n, 4, 128, split.splits + 1)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -207,19 +136,20 @@ def test_real_dimensions() -> None:
     problem = Problem(REAL, ((600, 1, 0),), padding=0)
     expected = problem.expected()
     assert_near(problem.found(one_split(REAL)), expected, 1e-3)
-    chosen = plan(1, REAL.window, REAL.topk)
-    assert chosen.splits == 10
-    assert_near(problem.found(chosen), expected)
+    chosen = plan(1, REAL.heads, REAL.dim, REAL.window, REAL.topk)
+    assert (chosen.splits, chosen.heads) == (10, 8)
+    assert_near(problem.found(attend_ops.tuned(REAL.window, REAL.topk, tiles=3, heads=32)), expected)
 
 
 def test_plan_covers_all_tiles() -> None:
-    for rows in (1, 7, 13, 14, 26, 40, 64, 100, 128, 132, 133, 512):
-        for window, topk in ((128, 512), (128, 0), (8, 8), (64, 100)):
-            chosen = plan(rows, window, topk)
-            keys = chosen.tiles * chosen.tile
-            near, far = chosen.window_splits * keys, (chosen.splits - chosen.window_splits) * keys
-            assert chosen.splits == 1 or (near >= window and far >= topk)
-    assert plan(512, 128, 512).splits == 1
+    for rows in (1, 4, 7, 13, 14, 26, 40, 64, 100, 128, 132, 133, 512):
+        for window, topk, heads in ((128, 512, 64), (128, 0, 64), (8, 8, 4), (64, 100, 8)):
+            chosen = plan(rows, heads, 128, window, topk)
+            tiles = -(-window // chosen.tile) - (-topk // chosen.tile)
+            assert chosen.splits == 1 or (chosen.splits - 1) * chosen.tiles < tiles <= chosen.splits * chosen.tiles
+            programs = rows * chosen.splits * -(-heads // (chosen.heads or heads))
+            assert chosen.splits == 1 or programs <= attend_ops.PROCESSORS
+    assert plan(512, 64, 512, 128, 512).splits == 1
 
 
 def run_ptx(source: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -334,6 +264,8 @@ def test_refuses_what_it_cannot_read() -> None:
     problem = Problem(TINY)
     with pytest.raises(ValueError, match="at most 64 heads, got 65"):
         attend(problem.q[:, :1].expand(-1, 65, -1), problem.rings, problem.fresh, None, problem.sink, 1.0, problem.rows, problem.q)
+    with pytest.raises(ValueError, match="at most 16 parts, got 17"):
+        attend(problem.q, problem.rings, problem.fresh, None, problem.sink, 1.0, problem.rows, problem.q, Plan(1, 17))
     with pytest.raises(ValueError, match="a window row must have dim"):
         attend(problem.q, problem.rings[..., :-1], problem.fresh, None, problem.sink, 1.0, problem.rows, problem.q)
 

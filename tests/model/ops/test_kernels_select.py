@@ -50,10 +50,22 @@ def reference(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("m", "k", "direct"), [(1, 1, 64), (5, 8, 64), (7, 8, 64), (9, 8, 64), (65, 16, 64), (65, 16, 16), (300, 17, 16)])
-def test_equals_the_reference(m: int, k: int, direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searched whole, and by runs."""
-    monkeypatch.setattr(select_ops, "DIRECT", direct)
+def small(monkeypatch: pytest.MonkeyPatch, direct: int = 16, tile: int = 64, runs: int = 64) -> None:
+    """Rows of more than `direct` columns have at most `runs` runs; a program holds `tile` columns at a time."""
+    for name, value in (("DIRECT", direct), ("TILE", tile), ("RUNS", runs)):
+        monkeypatch.setattr(select_ops, name, value)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "direct", "tile", "runs"),
+    [
+        (1, 1, 64, 64, 64), (5, 8, 64, 64, 64), (7, 8, 64, 64, 64), (9, 8, 64, 64, 64), (65, 16, 128, 128, 64), (65, 16, 128, 32, 64),
+        (65, 16, 16, 32, 64), (300, 17, 16, 64, 64), (301, 3, 16, 32, 128),
+    ],
+)  # fmt: skip
+def test_equals_the_reference(m: int, k: int, direct: int, tile: int, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched whole, in one piece or several, and by runs."""
+    small(monkeypatch, direct, tile, runs)
     scores, visible = adversarial(m)
     assert top(scores, visible, k).tolist() == reference(scores, visible, k).tolist()
     if m > 1:
@@ -64,7 +76,7 @@ def test_equals_the_reference(m: int, k: int, direct: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("direct", [16384, 16])
 def test_what_lies_behind_the_visible_is_never_read_as_a_choice(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a captured graph: much capacity, few columns that count, anything behind them, and in the working memory too."""
-    monkeypatch.setattr(select_ops, "DIRECT", direct)
+    small(monkeypatch, direct)
     k, m = 8, 333
     scores, _ = adversarial(m)
     visible = torch.tensor([0, 1, 7, 8, 9, 31, 33, 65, 332], dtype=torch.int32)
@@ -73,6 +85,7 @@ def test_what_lies_behind_the_visible_is_never_read_as_a_choice(direct: int, mon
     memory = select_ops.scratch(9, m, k, "cpu")
     memory.maxima.fill_(INF)
     memory.groups.fill_(2**30)
+    memory.short.fill_(2**30)
     out = torch.full((9, k), -7, dtype=torch.int32)
     assert (memory.size > 0) == (direct == 16)
     select_ops.top_columns(dirty, visible, k, out, memory)
@@ -87,28 +100,36 @@ def test_few_columns_need_no_scores() -> None:
 
 @pytest.mark.parametrize(("m", "k", "pin"), [(130, 8, False), (317, 3, True)])
 def test_given_maxima(m: int, k: int, pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maxima of 4 columns, the newest run's too large: the same answer, also where runs are chosen by runs of runs."""
-    monkeypatch.setattr(select_ops, "DIRECT", 16)
+    """Maxima of 4 columns, the newest run's too large: the same answer."""
+    small(monkeypatch)
     scores, visible = adversarial(m)
     maxima = torch.full((9, -(-m // 4)), torch.nan, dtype=torch.bfloat16)
     select_ops.run_maxima(scores, visible, 4, maxima, pin=pin)
     memory = select_ops.scratch(9, m, k, "cpu", size=4)
-    assert memory.inner is not None
+    assert memory.size >= 8
     out = torch.empty((9, k), dtype=torch.int32)
     select_ops.top_columns(scores, visible, k, out, memory, maxima=maxima, size=4)
     assert out.tolist() == reference(scores, visible, k).tolist()
 
 
-def test_runs_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows so long that the runs are too many for one program."""
-    monkeypatch.setattr(select_ops, "DIRECT", 16)
-    monkeypatch.setattr(select_ops, "LIMIT", 64)
-    scores, visible = (x[4:8] for x in adversarial(1001))
-    memory = select_ops.scratch(4, 1001, 8, "cpu")
-    assert memory.size == 8 and memory.inner is not None and memory.inner.size
+@pytest.mark.parametrize("cluster", [40, 200])
+def test_more_equal_columns_than_are_written_down(cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose best columns lie together, and rows of few values: the search goes over all columns then."""
+    small(monkeypatch, tile=128, runs=128)
+    g = torch.Generator().manual_seed(cluster)
+    scores = torch.rand((4, 1001), generator=g)
+    scores[0, 500 : 500 + cluster] += 2.0
+    scores[1, 7 : 7 + cluster] = 3.0
+    scores[2, ::3] = 5.0
+    scores[3, 1001 - cluster :] = torch.arange(cluster).float()
+    scores, visible = scores.to(torch.bfloat16), torch.tensor([1001, 1001, 999, 1000], dtype=torch.int32)
+    assert select_ops.run_size(4, 1001) == 8
     assert top(scores, visible, 8).tolist() == reference(scores, visible, 8).tolist()
-    with pytest.raises(ValueError, match="k must be at most 32"):
-        select_ops.scratch(4, 1001, 40, "cpu")
+
+
+def test_the_most_columns_that_can_be_chosen() -> None:
+    with pytest.raises(ValueError, match="k must be at most 4096"):
+        select_ops.scratch(4, 10_001, 4097, "cpu")
 
 
 def test_visible_lengths_around_k_and_zero() -> None:
@@ -120,7 +141,7 @@ def test_visible_lengths_around_k_and_zero() -> None:
 @pytest.mark.parametrize("direct", [16384, 1])
 def test_nan_counts_as_the_best(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of either sign, as many as there are +inf: the lower column wins."""
-    monkeypatch.setattr(select_ops, "DIRECT", direct)
+    small(monkeypatch, direct)
     scores = torch.tensor([[1, torch.nan, 3, INF, 2, -torch.nan, *range(7), INF, torch.nan]], dtype=torch.bfloat16)
     scores.view(torch.int16)[0, 5] = -1  # a NaN with its sign set
     assert top(scores, None, 3).tolist() == [[1, 3, 5]]
@@ -134,8 +155,29 @@ def test_a_long_row_in_runs() -> None:
     scores[1] = 2.0
     scores[0, 5:300:3] = 100.0
     visible = torch.tensor([70_001, 69_999, 40_000], dtype=torch.int32)
-    assert select_ops.run_size(70_001, 512) == 16  # a row of odd length, so that its last run is short
-    assert top(scores, visible, 512).tolist() == select_top(hide(scores, visible), 512, [None] * 3).tolist()
+    assert select_ops.run_size(3, 70_001) == 8  # a row of odd length, so that its last run is short
+    expected = select_top(hide(scores, visible), 512, [None] * 3).tolist()
+    assert top(scores, visible, 512).tolist() == expected
+    maxima = torch.full((3, 8751), torch.nan, dtype=torch.bfloat16)
+    select_ops.run_maxima(scores, visible, 8, maxima, pin=True)
+    out = torch.empty((3, 512), dtype=torch.int32)
+    assert select_ops.top_columns(scores, visible, 512, out, maxima=maxima).tolist() == expected
+
+
+@pytest.mark.parametrize(("m", "k"), [(4096, 512), (16_385, 512), (131_072, 2048), (260_001, 512), (1_048_576, 512)])
+def test_adversarial_rows_of_real_length(m: int, k: int) -> None:
+    """Lengths around k, odd ones and whole rows, by one search or by runs; on a GPU also of many rows at once."""
+    if m > 4096 and not torch.cuda.is_available():
+        pytest.skip("too long for the interpreter")
+    scores, visible = adversarial(m)
+    expected = reference(scores, visible, k)
+    assert torch.equal(top(scores, visible, k).long(), expected)
+    if m <= 16_385 and torch.cuda.is_available():
+        many = top(scores.repeat(16, 1), visible.repeat(16), k)
+        assert torch.equal(many.long(), expected.repeat(16, 1))
+    for lengths in ([0, 1, k - 1, k, k + 1, k + 2, m // 2 + 1, m - 1, m], [m - 7, m - 8, m - 9, 20_001, 2049, 1025, 4097, 8191, 513]):
+        seen = torch.tensor(lengths, dtype=torch.int32).clamp(max=m)
+        assert torch.equal(top(scores, seen, k).long(), reference(scores, seen, k))
 
 
 def test_rows_of_a_wider_buffer() -> None:
@@ -160,7 +202,7 @@ def test_run_maxima_and_candidate_blocks(m: int, pin: bool) -> None:
 @pytest.mark.parametrize("direct", [16384, 16])
 def test_candidates(direct: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of the entries of candidate blocks: the answer is in positions of the sequence."""
-    monkeypatch.setattr(select_ops, "DIRECT", direct)
+    small(monkeypatch, direct)
     pool, size, k = 16, 4, 10
     scores, visible = adversarial(400)
     g = torch.Generator().manual_seed(2)

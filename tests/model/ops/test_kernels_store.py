@@ -109,11 +109,30 @@ def test_store_window(dim: int, lora: int, pairs: int) -> None:
                 expected[step.slot[s], 1, p % window] = fresh[i]
         assert torch.equal(pool, expected)
         later = torch.full_like(pool, 7)
-        store_ops.keep_window(fresh, later[:, 1], step)
+        store_ops.keep_window(fresh[None], later[:, 1:2], step)
         assert torch.equal(later, expected)
         alone = torch.empty_like(fresh)
         store_ops.store_window(low_q, low_kv, q_norm, kv_norm, turn, EPS, step, alone)
         assert torch.equal(alone, fresh)
+
+
+@pytest.mark.parametrize("dim", [32, 128])
+def test_layers_are_kept_together(dim: int) -> None:
+    """Some layers of a pool, in rows of bytes or of words."""
+    step, row = step_of(SPANS), dim + dim // 32
+    fresh = random(3, step.position.numel(), row, scale=90).abs().to(torch.uint8)
+    pool = torch.full((len(SPANS) + 1, 6, 8, row), 7, dtype=torch.uint8)
+    expected = pool.clone()
+    store_ops.keep_window(fresh, pool[:, 2:5], step)
+    for layer in range(3):
+        store_ops.keep_window(fresh[layer : layer + 1], expected[:, 2 + layer : 3 + layer], step)
+    assert torch.equal(pool, expected)
+    assert (pool[:, 2:5] != 7).any() and bool((pool[:, :2] == 7).all() and (pool[:, 5:] == 7).all())
+
+
+def test_rows_that_are_alone() -> None:
+    """A row that is its sequence's only one replaces nothing that it reads itself."""
+    assert step_of([(5, 6), (0, 1)]).alone and not step_of([(5, 7), (0, 1)]).alone
 
 
 def test_window_as_memory_keeps_it() -> None:
@@ -122,7 +141,7 @@ def test_window_as_memory_keeps_it() -> None:
     codes, scales = (x.to(torch.uint8) for x in (random(case.n, 32, scale=90).abs(), random(case.n, 1, scale=90).abs()))
     case.memory.keep_window(0, Window(torch.empty(0), (codes, scales)), case.state)
     ring = torch.zeros_like(case.ring)
-    store_ops.keep_window(torch.cat((codes, scales), 1), ring[:, 0], case.step)
+    store_ops.keep_window(torch.cat((codes, scales), 1)[None], ring, case.step)
     assert torch.equal(ring, case.ring)
 
 

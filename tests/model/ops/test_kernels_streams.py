@@ -12,7 +12,7 @@ from forebay.model.ops.backend import SERVING
 from forebay.model.ops.engram_gate import engram_gate
 from forebay.model.ops.hyper_connections import Coefficients, collapse, mix
 from forebay.model.ops.kernels import streams_ops
-from forebay.model.ops.kernels.streams_ops import Connection, Input, StreamStep, tiles
+from forebay.model.ops.kernels.streams_ops import Connection, Input, StreamStep, Tuning, cut, tiles
 from forebay.model.ops.rms_norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -76,15 +76,15 @@ def test_step(n: int, s: int, d: int, amplitude: float) -> None:
         want = mix(p.x, p.y, p.post, p.comb)
         assert torch.equal(out, want)
         p.check(want, p.pre, into, made)
-        assert not p.stepper.arrived.any()
+        assert not (p.stepper.arrived % 1024).any()
 
 
-def test_step_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for many rows: no other program to wait for, several tiles of columns; written over the old streams."""
-    monkeypatch.setattr(streams_ops, "_PROGRAMS", 1)
-    monkeypatch.setattr(streams_ops, "_TAIL", 256)
+@pytest.mark.parametrize("tuning", [Tuning(16, 64, 128, 2), Tuning(16, 256, 256), Tuning(64, 32, 160, 2)])
+def test_step_of_other_tiles(tuning: Tuning) -> None:
+    """Several row blocks of several tiles; written over the old streams."""
     p = Problem(19, 4, 160)
-    assert tiles(19, 160).splits == 1
+    p.stepper = StreamStep(19, 4, 160, EPS, HC_EPS, 20, "cpu", tuning)
+    p.following = p.following._replace(parts=cut(p.following.fn, 4))
     into, made = p.places()
     want = mix(p.x, p.y, p.post, p.comb)
     p.stepper.mix(p.x, p.y, p.post, p.comb, p.x, p.pre, p.norm, into, p.following, made)
@@ -131,19 +131,31 @@ def test_zero_streams_and_no_rows() -> None:
     p.stepper.mix(p.x[:0], p.y[:0], p.post[:0], p.comb[:0], p.x[:0])
 
 
-def test_tiles_cover_every_column() -> None:
+def test_cut() -> None:
+    fn = random(24, 256)
+    parts = cut(fn, 4)
+    assert parts.dtype == torch.bfloat16
+    assert torch.equal(parts.double().sum(0).transpose(1, 2).flatten(1), fn.double())
+
+
+def test_tiles() -> None:
     for n in (1, 16, 17, 64, 512, 1056, 1057, 4096, 5000):
         for width in (64, 160, 5120):
-            t = tiles(n, width)
-            assert t.chunk % t.columns == 0
-            assert (t.splits - 1) * t.chunk < width <= t.splits * t.chunk
+            for tuning in streams_ops.tuning_space(n):
+                for programs in (None, 264):
+                    t = tiles(n, width, tuning, programs)
+                    assert t.chunk % t.columns == 0 and (t.splits - 1) * t.chunk < width <= t.splits * t.chunk
+                    assert 1 <= t.groups <= -(-n // t.rows)
+                    assert programs is None or t.groups * t.splits <= programs
 
 
-def test_buffers_hold_every_tuning() -> None:
-    for n in (1, 16, 17, 64, 128, 512, 1024, 2112, 4096):
-        stepper = StreamStep(n, 4, 5120, EPS, HC_EPS, 20, "cpu")
-        for tuning in streams_ops.tuning_space(n):
-            assert tiles(n, 5120, tuning).splits * n * stepper.padded <= stepper.partial.numel(), (n, tuning)
+def test_buffers_hold_every_number_of_rows() -> None:
+    for rows in (1, 64, 128, 512, 1024, 4096):
+        stepper = StreamStep(rows, 4, 5120, EPS, HC_EPS, 20, "cpu")
+        for n in {1, 2, 16, 17, 65, 192, 193, rows - 1, rows}:
+            if 0 < n <= rows:
+                t = tiles(n, 5120, streams_ops.default_tuning(n), None)
+                assert 2 * t.groups * t.splits * t.rows <= stepper.inner.numel(), (rows, n)
 
 
 def test_engram_gather() -> None:
