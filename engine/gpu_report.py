@@ -30,12 +30,17 @@ def header(device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def markdown(figures: dict[str, Any]) -> str:
-    """The table of `bench kernels`. Times in microseconds, with the L2 cache flushed and with inputs left in it."""
+def where(figures: dict[str, Any]) -> str:
+    """The line above a table: device, date, versions and ceilings."""
     c = figures["ceilings"]
     peak = f"copy {c['copy'] / 1e12:.2f} TB/s, bf16 {c['bf16'] / 1e12:.0f} TFLOP/s"
+    return f"{figures['device']}, {figures['date']}, torch {figures['torch']}, triton {figures['triton']}; {peak}"
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """The table of `bench kernels`. Times in microseconds, with the L2 cache flushed and with inputs left in it."""
     lines = [
-        f"{figures['device']}, {figures['date']}, torch {figures['torch']}, triton {figures['triton']}; {peak}",
+        where(figures),
         "",
         "| kernel | flushed, µs | cached, µs | floor, µs | floor / flushed | baseline, µs |",
         "|---|---:|---:|---:|---:|---:|",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -94,3 +97,99 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         one = torch.ones((), device=device)
         fp8 = 2 * n**3 / graph_seconds(lambda: torch._scaled_mm(x, y.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))[0]
     return Ceilings(copy, bf16, fp8)
+
+
+class Kernel(NamedTuple):
+    """One piece of work that a device did. Copies and fills are named `Memcpy ...` and `Memset ...`."""
+
+    name: str
+    seconds: float
+
+    @property
+    def copies(self) -> bool:
+        return self.name.startswith(("Memcpy", "Memset"))
+
+
+class Done(Protocol):
+    def synchronize(self) -> None: ...
+
+
+class Timer(Protocol):
+    """What a benchmark of steps asks of a device; `CudaTimer` is the real one."""
+
+    def now(self) -> float:
+        """Seconds of the host's clock."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+
+    def each(self, work: Callable[[], object], samples: int) -> list[float]:
+        """Device seconds of each of several runs, one behind the other."""
+
+    def done(self) -> Done:
+        """Something to wait on until everything launched so far is done."""
+
+    def mark(self) -> None:
+        """Launch a kernel that does nothing and has a name of its own."""
+
+    def kernels(self, work: Callable[[], object]) -> list[Kernel]:
+        """What the device does while `work` runs, in order."""
+
+    def allocated(self) -> int:
+        """Bytes that tensors take on the device."""
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that tensors took on the device while `work` ran."""
+
+
+class CudaTimer:
+    """A `Timer` by CUDA events, the profiler's activity records, and the allocator's statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def each(self, work: Callable[[], object], samples: int) -> list[float]:
+        """The host must be faster than the device, as with replays of a graph: its gaps would count."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(samples + 1)]
+        work()  # in front, so that the device is busy when the first mark is set
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        self.synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(marks)]
+
+    def done(self) -> Done:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def mark(self) -> None:
+        torch.cuda._sleep(1)
+
+    def kernels(self, work: Callable[[], object]) -> list[Kernel]:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            work()
+            self.synchronize()
+        events = [e for e in found.events() or () if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        events.sort(key=lambda e: e.time_range.start)
+        return [Kernel(e.name, e.time_range.elapsed_us() / 1e6) for e in events]
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self, work: Callable[[], object]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.device)

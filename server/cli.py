@@ -153,6 +153,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
     decode = kinds.add_parser("decode", help="step time by context", description="Time a decode step at several context lengths.")
     decode.add_argument("--contexts", default="1024,16384", metavar="N,N", help="context lengths in tokens (default: %(default)s)")
+    many = "also steps of so many sequences through the whole engine (default: none; on a GPU 1,8,64)"
+    decode.add_argument("--streams", dest="batches", metavar="N,N", help=many)
     decode.add_argument("--steps", type=int, default=24, metavar="N", help="steps timed per visit (default: %(default)s)")
     decode.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved visits to each length (default: %(default)s)")
 
@@ -226,7 +228,31 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     kernels.add_argument("--budget", type=float, metavar="SECONDS", help="begin no kernel after so long, and say which are left")
     kernels.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
 
-    for kind in (serve, prefill, decode, invariance, cache, resume, frontend, quality, restore, kernels):
+    step = kinds.add_parser(
+        "step",
+        help="the network on a GPU beside its floors",
+        description="Time decode steps by batch and context, count the kernels of a layer, and time a prefill, all on a GPU and beside "
+        "what the bytes and products would take. Sequences get random bytes as their past. By default over a synthetic model.",
+    )
+    parts = "what to measure, some of step, launches, memory, prefill, torch (default: all)"
+    step.add_argument("--part", nargs="+", metavar="PART", help=parts)
+    step.add_argument("--layers", type=int, metavar="N", help="of a synthetic model (default: all 40)")
+    step.add_argument("--batches", default="1,64,8", metavar="N,N", help="sequences of a decode step (default: %(default)s)")
+    step.add_argument("--contexts", default="4096,1000000", metavar="N,N", help="tokens of each sequence (default: %(default)s)")
+    most = "no step whose sequences have more tokens together, which must fit in memory (default: %(default)s)"
+    step.add_argument("--most-tokens", type=int, default=8_000_000, metavar="N", help=most)
+    step.add_argument("--samples", type=int, default=30, metavar="N", help="steps behind a median (default: %(default)s)")
+    step.add_argument("--prompt", type=int, default=32_768, metavar="N", help="tokens of a prefill (default: %(default)s)")
+    step.add_argument("--chunks", default="4096,8192,2048", metavar="N,N", help="rows of its steps, each tried (default: %(default)s)")
+    step.add_argument("--rows", type=int, default=2048, metavar="N", help="of the chunk whose kernels are counted (default: %(default)s)")
+    step.add_argument("--repeats", type=int, default=2, metavar="N", help="timed prefills (default: %(default)s)")
+    compared = "small model that torch operations run too (default: %(default)s)"
+    step.add_argument("--torch-model", default="synthetic:v41-flash,experts=16,layers=6", metavar="MODEL", help=compared)
+    step.add_argument("--torch-tokens", type=int, default=256, metavar="N", help="tokens of the prompt it gets (default: %(default)s)")
+    step.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing after so long, and say what is left")
+    step.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
+
+    for kind in (serve, prefill, decode, invariance, cache, resume, frontend, quality, restore, kernels, step):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
         _add_settings(kind, listens=False)
 

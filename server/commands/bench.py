@@ -12,7 +12,7 @@ from forebay.server.terminal import consoles
 def run(args: argparse.Namespace) -> int:
     """Run one measurement, print it, and write it to `--json FILE` if asked. Returns 1 if a stream failed or starved."""
     counts = ("streams", "prompt_tokens", "max_tokens", "repeats", "tokens", "steps", "prefix", "blocks", "samples", "context")
-    for name in (*counts, "rate", "seconds", "open", "prompt_kb"):
+    for name in (*counts, "rate", "seconds", "open", "prompt_kb", "prompt", "rows", "torch_tokens"):
         if (value := getattr(args, name, None)) is not None and value < 1:
             raise ConfigError(f"bench: --{name.replace('_', '-')} must be at least 1, got {value}")
     out, err = consoles()
@@ -40,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
         from forebay.server.commands import bench_kernels
 
         figures, fine = bench_kernels.measure(args, out, err)
+    elif args.bench == "step":
+        from forebay.server.commands import bench_step
+
+        figures, fine = bench_step.measure(args, out, err)
     elif args.bench == "quality":
         from forebay.server.commands import bench_quality
 
@@ -57,3 +61,18 @@ def run(args: argparse.Namespace) -> int:
     if args.bench == "quality" and args.plot:
         bench_quality.draw(figures, args.plot, err)
     return 0 if fine else 1
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    """Whole numbers from 1 on, of a list with commas.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ConfigError(f"bench: {flag} takes numbers from 1 on, such as 1,8,64, got {text!r}")
+    return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import statistics
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,10 +16,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from forebay.engine import gpu_timing
+from forebay.engine.active_flops import prefill_flops
 from forebay.engine.llm import LLM
 from forebay.engine.types import EngineError, PrefillMode, Request, SamplingParams
 from forebay.model.errors import ConfigError
 from forebay.server.cli import read_settings
+from forebay.server.commands.bench import numbers
 from forebay.server.config import Config
 
 SEED = 20_261_129  # prompts are the same in every run
@@ -36,19 +41,19 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
 def prefill(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
     """Seconds of a prompt's prefill (to its first token) in both modes, interleaved; every prompt is new, so nothing is reused."""
     modes: tuple[PrefillMode, ...] = ("bounded", "exact")
-    models = {mode: _model(config, mode, args.tokens + 1) for mode in modes}
-    numbers = random.Random(SEED)
-    for model in models.values():
-        _prefill_once(model, _prompt(numbers, model, min(args.tokens, 256)))
+    model = _model(config, config.engine.prefill, args.tokens + 1)
+    draw = random.Random(SEED)
+    for mode in modes:
+        # Kernels of a GPU are compiled for the rows of a step.
+        _prefill_once(model, _prompt(draw, model, min(args.tokens, max(256, 2 * config.engine.encoder_tokens))), mode)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for repeat in range(args.repeats):
-        prompt = _prompt(numbers, models["bounded"], args.tokens)
-        for mode, model in models.items():
-            seconds[mode].append(_prefill_once(model, prompt))
+        for mode in modes:
+            seconds[mode].append(_prefill_once(model, _prompt(draw, model, args.tokens), mode))
         shown = ", ".join(f"{mode} {values[-1]:.3f} s" for mode, values in seconds.items())
         err.print(f"run {repeat + 1} of {args.repeats}: {shown}", style="dim")
     medians = {mode: statistics.median(values) for mode, values in seconds.items()}
-    return {
+    figures: dict[str, Any] = {
         "measured": f"prefill of {args.tokens:,} tokens, {_where(config)}",
         "tokens": args.tokens,
         "seconds": seconds,
@@ -56,15 +61,24 @@ def prefill(args: argparse.Namespace, config: Config, err: Console) -> dict[str,
         "ratio": medians["bounded"] / medians["exact"],
         "ratio_of": "bounded / exact",
     }
+    if config.engine.device.startswith("cuda"):
+        ceilings = gpu_timing.measure_ceilings(torch.device(config.engine.device))
+        figures["ceilings"] = asdict(ceilings)
+        for mode, row in figures["rows"].items():
+            rate = prefill_flops(model.config, args.tokens, exact=mode == "exact") / medians[mode]
+            row |= {"TFLOP/s": rate / 1e12, "of bf16 peak, %": 100 * rate / ceilings.bf16}
+    return figures
 
 
 def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
     """Seconds of a decode step of one sequence at each context length, the lengths visited in turn."""
     contexts = _contexts(args.contexts)
+    many = args.batches or ("1,8,64" if config.engine.device.startswith("cuda") else "")
+    counts = numbers(many, "--streams") if many else []
     longest = max(contexts) + WARM_UP_STEPS + args.steps + 2
     model = _model(config, config.engine.prefill, longest, sequences=len(contexts))
-    numbers = random.Random(SEED)
-    prompts = {length: _prompt(numbers, model, length) for length in contexts}
+    draw = random.Random(SEED)
+    prompts = {length: _prompt(draw, model, length) for length in contexts}
     seconds: dict[str, list[float]] = {f"{length:,}": [] for length in contexts}
     for repeat in range(args.repeats):
         for length, prompt in prompts.items():
@@ -73,6 +87,9 @@ def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, 
             err.print(f"visit {repeat + 1} of {args.repeats} to {length:,}: {statistics.median(steps) * 1000:.2f} ms a step", style="dim")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     first, last = f"{min(contexts):,}", f"{max(contexts):,}"
+    model.close()
+    del model  # another one follows, whose weights may need its memory
+    gc.collect()
     return {
         "measured": f"decode step of one sequence, {_where(config)}",
         "contexts": contexts,
@@ -80,7 +97,39 @@ def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, 
         "rows": {name: {"median, ms": median * 1000, "steps/s": 1 / median} for name, median in medians.items()},
         "ratio": medians[last] / medians[first],
         "ratio_of": f"{last} / {first}",
+        "streams": streams(args, config, err, counts, min(contexts)) if counts else None,
     }
+
+
+def streams(args: argparse.Namespace, config: Config, err: Console, counts: list[int], context: int) -> dict[str, Any]:
+    """Steps of so many sequences through the whole engine, as it serves them.
+
+    With captured graphs also: what the device takes for the network's graph, what the host takes for a step (the same steps without the
+    network, the sampling included), and what of it shows: the step less the device's part.
+    """
+    model = _model(config, config.engine.prefill, context + 2 * args.steps + 256, sequences=max(counts))
+    draw, engine = random.Random(SEED), model.engine
+    rows: dict[str, dict[str, float]] = {}
+    for count in counts:
+        prompts = [_prompt(draw, model, context) for _ in range(count)]
+        seconds = statistics.median(_decode_steps(model, args.steps, *prompts))
+        row = rows[f"{count}"] = {"step, ms": seconds * 1000, "tokens/s": count / seconds}
+        if (step_of := getattr(engine.runner, "step_of", None)) is not None:
+            step, timer = step_of(count), timer_of(engine.runner.device)
+            device = statistics.median(timer.each(step.replay, args.steps))
+            step.replay = lambda: None
+            try:
+                host = statistics.median(_decode_steps(model, args.steps, *prompts))
+            finally:
+                del step.replay
+            row |= {"graph, ms": device * 1000, "host, ms": host * 1000, "shows, ms": max(0.0, seconds - device) * 1000}
+        err.print(f"{count} streams: {seconds * 1000:.2f} ms a step", style="dim")
+    return {"measured": f"decode of many sequences at {context:,} tokens, {_where(config)}", "context": context, "rows": rows}
+
+
+def timer_of(device: torch.device) -> gpu_timing.Timer:
+    """How device work is timed; tests have another."""
+    return gpu_timing.CudaTimer(device)
 
 
 def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
@@ -89,13 +138,13 @@ def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[s
         name: _model(config, config.engine.prefill, args.tokens + 1, sequences=args.streams, batch_invariant=flag)
         for name, flag in (("invariant", True), ("not invariant", False))
     }
-    numbers = random.Random(SEED)
+    draw = random.Random(SEED)
     for model in models.values():
-        _prefill_once(model, _prompt(numbers, model, min(args.tokens, 256)))
+        _prefill_once(model, _prompt(draw, model, min(args.tokens, 256)))
     seconds: dict[str, list[float]] = {}
     for repeat in range(args.repeats):
-        prompt = _prompt(numbers, models["invariant"], args.tokens)
-        short = [_prompt(numbers, models["invariant"], 64) for _ in range(args.streams)]
+        prompt = _prompt(draw, models["invariant"], args.tokens)
+        short = [_prompt(draw, models["invariant"], 64) for _ in range(args.streams)]
         for name, model in models.items():
             seconds.setdefault(f"prefill, {name}", []).append(_prefill_once(model, prompt))
             steps = _decode_steps(model, 16, *short)
@@ -146,9 +195,9 @@ def _prompt(numbers: random.Random, model: LLM, tokens: int) -> list[int]:
     return numbers.choices(ids, k=tokens)
 
 
-def _prefill_once(model: LLM, prompt: list[int]) -> float:
+def _prefill_once(model: LLM, prompt: list[int], mode: PrefillMode | None = None) -> float:
     began = time.perf_counter()
-    model.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    model.run([Request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), prefill=mode)])
     return time.perf_counter() - began
 
 
@@ -181,6 +230,13 @@ def _contexts(text: str) -> list[int]:
 
 
 def _show(figures: dict[str, Any], out: Console) -> None:
+    _table(figures, out)
+    out.print(f"{figures['ratio_of']}: {figures['ratio']:.3f}", style="bold")
+    if figures.get("streams"):
+        _table(figures["streams"], out)
+
+
+def _table(figures: dict[str, Any], out: Console) -> None:
     out.print(figures["measured"], style="bold", markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -190,4 +246,3 @@ def _show(figures: dict[str, Any], out: Console) -> None:
     for name, row in figures["rows"].items():
         table.add_row(name, *(f"{row[column]:,.2f}" for column in columns))
     out.print(table)
-    out.print(f"{figures['ratio_of']}: {figures['ratio']:.3f}", style="bold")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.engine.active_flops import layer_flops, prefill_flops
+from forebay.engine.active_bytes import expert_bytes, index_bytes, main_bytes, step_bytes, wide_bytes
+from forebay.engine.active_flops import attention_flops, index_flops, layer_flops, prefill_flops, prefill_index_flops
 from forebay.engine.gpu_report import markdown
 from forebay.engine.gpu_timing import Ceilings, floor_of, repeats_for
 from forebay.engine.kernel_bench import Case, baseline, cases, measure, normalised, variants
@@ -70,9 +71,53 @@ def test_flops_of_a_reuse_layer() -> None:
 
 def test_prefill_skips_the_decoder() -> None:
     config = real_config()
-    encoder = sum(layer_flops(config, plan) for plan in config.topology().encoder)
-    assert prefill_flops(config, 1001) - prefill_flops(config, 1000) == encoder
-    assert prefill_flops(config, 101) - prefill_flops(config, 100) > 1.9 * encoder
+    plans = config.topology().layers
+    encoder = sum(layer_flops(config, plan) for plan in plans[:20])
+    # Beyond the windows and lists that fill up at first, a token costs the encoder half and the first decoder layer's entry.
+    assert prefill_flops(config, 5001) - prefill_flops(config, 5000) == encoder + 2 * (5120 * 512 + 512 * 128)
+    assert prefill_flops(config, 101) - prefill_flops(config, 100) > 1.9 * 20 * 2 * 300e6
+    exact = prefill_flops(config, 5001, exact=True) - prefill_flops(config, 5000, exact=True)
+    assert exact == sum(layer_flops(config, plan) for plan in plans)
+
+
+def test_attention_counts_the_keys_that_are_there() -> None:
+    config = real_config()
+    window, reuse, first = (config.topology().layers[i] for i in (0, 21, 20))
+    key = 4 * 64 * 512
+    assert attention_flops(config, window, 0, 3) == key * (1 + 2 + 3)
+    assert attention_flops(config, reuse, 1, 2) == key * (2 + 2)
+    assert attention_flops(config, reuse, 200, 202, floor=200) == key * (1 + 2 + 201 + 202)
+    assert index_flops(config, reuse, 0, 100) == 0
+    assert index_flops(config, first, 9, 11) == 2 * 32 * 128 * (10 + 11)
+    assert index_flops(config, config.topology().layers[24], 99_999, 100_000) == 2 * 32 * 128 * 16_384
+    scanned = 3 * sum((i + 1) // 2 for i in range(200)) + 5 * sum(range(73, 201))
+    assert prefill_index_flops(config, 200) == 2 * 32 * 128 * scanned
+
+
+def test_bytes_of_a_step() -> None:
+    config = real_config()
+    layers = config.topology().layers
+    assert expert_bytes(config) == 3 * 5120 * 2304 * 17 // 32 == 18_800_640
+    assert [main_bytes(config, layers[i], 4096) for i in (0, 2, 21)] == [0, 512 * 288, 512 * 288]
+    assert main_bytes(config, layers[3], 101) == 50 * 288
+    assert [index_bytes(config, layers[i], 1_000_000) for i in (2, 3, 20, 24)] == [500_000 * 68, 0, 1_000_000 * 68, 16_384 * 68]
+    assert index_bytes(config, layers[24], 4096) == 4096 * 68
+    parts = step_bytes(config, [4096, 1_000_000], [7] * 40)
+    assert parts["routed experts"] == 40 * 7 * 18_800_640
+    assert parts["windows"] == 2 * 40 * 128 * 528
+    assert parts["main KV"] == 2 * 38 * 512 * 288
+    assert parts["index keys"] == 68 * (3 * 2048 + 5 * 4096 + 3 * 500_000 + 1_000_000 + 4 * 16_384)
+    assert parts["engram rows"] == 2 * 2 * 24 * 264
+    assert parts["head"] == 2 * 129_280 * 5120
+    assert parts["shared experts"] == 40 * 3 * 5120 * 2304 * 1025 // 1024
+    # All that is left: projections, router, mHC, compressors, indexers, Engram products, norms.
+    attention = (5120 * 1792 + 1280 * 32_768 + 8192 * 4096 + 8192 * 5120) * 1025 // 1024 + 2 * (1280 + 512) + 4 * 64
+    rest = 40 * (attention + 384 * 5120 * 2 + 2 * 384 * 4 + 2 * (24 * 20_480 + 24 + 3) * 4 + 2 * 5120 * 2) + 5120 * 2
+    sources = 3 * 2 * (2 * 512 * 5120) + 2 * 512 * 5120 + 4 * 2 * 512 + 4 * 2 * (128 * 512 + 128)
+    indexers = 8 * (4096 * 1280 * 1025 // 1024 + 2 * 32 * 5120)
+    engram = 2 * (25_600 * 6144 * 1025 // 1024 + 2 * 2 * 4 * 5120)
+    assert parts["dense"] == rest + sources + indexers + engram
+    assert wide_bytes(config, 1_000_000) == 500_000 * 512 * 2
 
 
 def test_baselines() -> None:
