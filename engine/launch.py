@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,6 +32,7 @@ from forebay.engine.types import PrefillMode
 from forebay.engine.worker import Engine
 from forebay.model.chat import ENCODING_VERSION, ChatCodec
 from forebay.model.checkpoint import Weights
+from forebay.model.config import ModelConfig
 from forebay.model.errors import ConfigError
 from forebay.model.network import Backbone
 from forebay.model.source import resolve
@@ -36,8 +40,35 @@ from forebay.model.tokenizer import Tokenizer
 
 DEFAULT_KV_TOKENS = 262_144
 KV_SHARE = 0.4  # of free memory, at most, when `kv_tokens` is not given
+KERNEL_KV_SHARE = 0.9  # of what the GPU kernels leave, whose working memory is known beforehand
+HOPPER = (9, 0)  # compute capability that the GPU kernels are written for
 
 Progress = Callable[[int, int, str], None]
+
+log = logging.getLogger("forebay.engine")
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError unless the device is one that networks run on and is there."""
+    if device != "cpu" and not device.startswith("cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', got {device!r}", param="device")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu", param="device")
+
+
+def without_kernels(config: ModelConfig, device: str) -> str | None:
+    """Why the GPU kernels cannot run a model on a CUDA device, None if they can."""
+    if find_spec("triton") is None:
+        return "triton is not installed (the extra `gpu`)"
+    if (found := torch.cuda.get_device_capability(device)) < HOPPER:
+        return f"they need compute capability {HOPPER[0]}.{HOPPER[1]}, this GPU has {found[0]}.{found[1]}"
+    from forebay.model.fused.weights import check_shapes
+
+    try:
+        check_shapes(config)
+    except ConfigError as error:
+        return error.message
+    return None
 
 
 def build_engine(
@@ -51,41 +82,38 @@ def build_engine(
     chat: bool = True,
     tiers: TierOptions | None = None,
     clock: Callable[[], float] = time.time,
+    kernels: bool = True,
 ) -> Engine:
     """An engine over opened weights. With `chat`, the tokenizer must have the tokens of the chat encoding.
 
-    `clock` tells the age of what the tiers keep, in seconds since the epoch.
+    `clock` tells the age of what the tiers keep, in seconds since the epoch. On a CUDA device the network runs as Triton kernels and
+    captured graphs where it can; with `kernels` False it runs as torch operations, which is what the kernels are compared with.
 
     Raises:
         ConfigError: the device is not there, or a tier cannot be opened.
     """
     options = options or EngineOptions()
-    if device != "cpu" and not device.startswith("cuda"):
-        raise ConfigError(f"device must be 'cpu' or 'cuda', got {device!r}", param="device")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu", param="device")
+    check_device(device)
     if prefill not in ("bounded", "exact"):
         raise ConfigError(f"prefill must be 'bounded' or 'exact', got {prefill!r}", param="prefill")
     config = weights.config
     tokenizer = Tokenizer.load(weights.tokenizer_path, chat=chat)
     codec = ChatCodec(tokenizer) if chat else None
-    backbone = Backbone(
-        weights,
-        device=device,
-        weight_cache_bytes=options.weight_cache_bytes,
-        batch_invariant=options.batch_invariant,
-        progress=progress,
-    )
     layout = KVLayout.of(config)
-    blocks = BlockPool(layout, _pool_blocks(layout, options, config.max_position_embeddings, device), device)
-    windows = WindowPool(layout, config, options.max_sequences + 1, device)
+    fused = kernels and device.startswith("cuda")
+    if fused and (why := without_kernels(config, device)) is not None:
+        log.warning("the GPU kernels cannot run this model, torch operations do, which is many times slower: %s", why)
+        fused = False
+    runner = (_fused_runner if fused else _torch_runner)(weights, layout, device, options, progress)
+    blocks, windows = runner.blocks, runner.windows
+    if options.overlap is None:
+        options = replace(options, overlap=fused)
     identity = f"{weights.fingerprint}/{tokenizer.fingerprint}/{ENCODING_VERSION}"
     manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
     tiers = tiers or TierOptions()
     reservoir = open_tiers(manager, tiers, device, clock) if options.prefix_reuse else None
     persistent = reservoir is not None and reservoir.store is not None
     metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window, ssd=persistent)
-    runner = Runner(backbone, blocks, windows)
     return Engine(runner, manager, tokenizer, options, metrics, prefill=prefill, codec=codec, reservoir=reservoir)
 
 
@@ -122,15 +150,50 @@ def open_tiers(manager: CacheManager, options: TierOptions, device: str, clock: 
     return Reservoir(manager, store=store, pool=pool, embedded=embedded)
 
 
-def _pool_blocks(layout: KVLayout, options: EngineOptions, max_position: int, device: str) -> int:
-    """Blocks of the pool, the null block included; called when the weights are in the device's memory already."""
+def _torch_runner(weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None) -> Runner:
+    """The network as torch operations, on any device."""
+    backbone = Backbone(
+        weights,
+        device=device,
+        weight_cache_bytes=options.weight_cache_bytes,
+        batch_invariant=options.batch_invariant,
+        progress=progress,
+    )
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else Machine.here(Path.cwd()).memory_free
+    blocks, windows = _pools(layout, weights.config, options, device, int(free * KV_SHARE))
+    return Runner(backbone, blocks, windows)
+
+
+def _fused_runner(weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None) -> Runner:
+    """The network as GPU kernels, its decode graphs captured."""
+    from forebay.engine.fused_runner import FusedRunner, working_bytes
+    from forebay.model.fused.network import FusedBackbone
+
+    config = weights.config
+    backbone = FusedBackbone(weights, device=device, progress=progress)
+    torch.cuda.empty_cache()  # what loading has used and no longer needs is free as well
+    longest, chunk = _longest(options, config), max(options.encoder_tokens, options.decoder_tokens)
+    reserved = working_bytes(config, options.max_sequences, chunk, longest)
+    reserved += (options.max_sequences + 1) * (layout.window_bytes + layout.pending_bytes)
+    free = torch.cuda.mem_get_info(device)[0] - reserved
+    blocks, windows = _pools(layout, config, options, device, int(free * KERNEL_KV_SHARE))
+    runner = FusedRunner(backbone, blocks, windows, max_tokens=longest)
+    runner.warm(options.max_sequences, progress, chunk=chunk)
+    return runner
+
+
+def _longest(options: EngineOptions, config: ModelConfig) -> int:
+    """Tokens of the longest sequence."""
+    return min(options.max_context or config.max_position_embeddings, config.max_position_embeddings)
+
+
+def _pools(layout: KVLayout, config: ModelConfig, options: EngineOptions, device: str, most: int) -> tuple[BlockPool, WindowPool]:
+    """Memory for KV, the null block and the null slot included. `most`: bytes of blocks, when `kv_tokens` is not given."""
     tokens = options.kv_tokens
     if tokens is None:
-        free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else Machine.here(Path.cwd()).memory_free
-        context = min(options.max_context or max_position, max_position)
-        affordable = int(free * KV_SHARE / layout.block_bytes) * layout.block_tokens
-        tokens = max(layout.block_tokens, min(max(2 * context, DEFAULT_KV_TOKENS), affordable))
-    return layout.blocks_for(tokens) + 1
+        affordable = most // layout.block_bytes * layout.block_tokens
+        tokens = max(layout.block_tokens, min(max(2 * _longest(options, config), DEFAULT_KV_TOKENS), affordable))
+    return BlockPool(layout, layout.blocks_for(tokens) + 1, device), WindowPool(layout, config, options.max_sequences + 1, device)
 
 
 def build_client(
@@ -151,7 +214,8 @@ def build_client(
     """
     torch.set_num_threads(threads)
     source = resolve(model)
-    weights = source.open(scan=True, progress=progress)
+    check_device(device)
+    weights = source.open(scan=True, progress=progress, device=device)
     name = model_name or source.name
     engine = build_engine(
         weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress, tiers=tiers, clock=clock

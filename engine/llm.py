@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forebay.engine.batcher import Row
 from forebay.engine.grammar_compiler import GrammarCompiler
-from forebay.engine.launch import build_engine
+from forebay.engine.launch import build_engine, check_device
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
@@ -38,6 +38,7 @@ class LLM:
         tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
         chat: the tokenizer must have the tokens of the chat encoding; `engine.codec` then makes the prompts of `run`.
         clock: seconds since the epoch, by which these keep things.
+        kernels: on a CUDA device, run the GPU kernels if they can take the model; otherwise torch operations, to compare with.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
     """
 
@@ -50,6 +51,7 @@ class LLM:
         tiers: TierOptions | None = None,
         chat: bool = False,
         clock: Callable[[], float] = time.time,
+        kernels: bool = True,
         **engine_options: Any,
     ) -> None:
         known = EngineOptions.__dataclass_fields__
@@ -57,9 +59,11 @@ class LLM:
             raise ConfigError(f"unknown engine option {unknown[0]!r}; known are {', '.join(known)}", param=unknown[0])
         source = resolve(str(path))
         options = EngineOptions(**engine_options)
+        check_device(device)
         self.engine: Engine = build_engine(
-            source.open(), model_name=source.name, device=device, prefill=prefill, options=options, chat=chat, tiers=tiers, clock=clock
-        )
+            source.open(device=device), model_name=source.name, device=device, prefill=prefill, options=options, chat=chat, tiers=tiers,
+            clock=clock, kernels=kernels,
+        )  # fmt: skip
         self.tokenizer = self.engine.tokenizer
         self.grammars = GrammarCompiler(self.tokenizer)  # of requests with a `grammar`
         self.config = self.engine.runner.backbone.config
@@ -146,7 +150,7 @@ class LLM:
         """Exact logits at every position: [tokens, vocab] fp32. Nothing is taken from or left in the prefix cache.
 
         Ties of index scores are settled as the reference settles them, over the whole prompt; `generate`, whose prefixes are cached, takes
-        the lower entry.
+        the lower entry, and GPU kernels always do.
         """
         return torch.cat(self._exact(_ids(token_ids, "token_ids"), None))
 

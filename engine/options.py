@@ -31,8 +31,8 @@ class EngineOptions:
         batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
         poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
-        overlap: launch a step of generated tokens before the last one's are settled on the host. For tests: no setting offers it
-            until it has run on a GPU.
+        overlap: launch a step of generated tokens before the last one's are settled on the host; None does so where the GPU kernels run,
+            whose steps need nothing from the host.
     """
 
     max_context: int | None = None
@@ -50,15 +50,16 @@ class EngineOptions:
     batch_invariant: bool = True
     default_effort: int | str = "high"
     poison: bool = False
-    overlap: bool = False
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         for name, spec in self.__dataclass_fields__.items():
             value, kind = getattr(self, name), str(spec.type)
             if name in ("default_effort", "replay") or (value is None and "None" in kind):
                 continue
-            allowed: tuple[type, ...] = (bool,) if kind == "bool" else (int, float) if kind == "float" else (int,)
-            if not isinstance(value, allowed) or (isinstance(value, bool) and kind != "bool"):
+            flag = kind.startswith("bool")
+            allowed: tuple[type, ...] = (bool,) if flag else (int, float) if kind == "float" else (int,)
+            if not isinstance(value, allowed) or (isinstance(value, bool) and not flag):
                 raise ConfigError(f"{name} must be {kind.replace(' | None', ' or None')}, got {value!r}", param=name)
         for name in ("max_sequences", "encoder_tokens", "decoder_tokens", "max_queued_requests"):
             if getattr(self, name) < 1:

@@ -265,7 +265,11 @@ class Engine:
         scheduler = self.scheduler
         rows = scheduler.schedule()
         now = time.monotonic()
-        for sequence in scheduler.started:
+        started = list(scheduler.started)
+        if self.flights is not None:
+            started += self.flights.started
+            self.flights.started = []
+        for sequence in started:
             if self.reservoir is not None:
                 self.reservoir.used(sequence)
             self.metrics.request_started(now - sequence.request.arrived)

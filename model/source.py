@@ -40,14 +40,22 @@ class ModelSource:
         """Its `tokenizer.json`, which need not be there."""
         return TOKENIZER if self.path is None else self.path / "tokenizer.json"
 
-    def open(self, *, scan: bool = True, progress: Progress | None = None) -> Weights:
-        """Open the weights; arguments and errors as `Checkpoint.open`."""
+    def open(self, *, scan: bool = True, progress: Progress | None = None, device: str = "cpu") -> Weights:
+        """Open the weights; `scan`, `progress` and errors as of `Checkpoint.open`.
+
+        device: where the network will run. Synthetic weights of a CUDA device are made on it, a checkpoint's are read from its files.
+        """
         from forebay.model.checkpoint import Checkpoint
+
+        if self.path is not None:
+            return Checkpoint.open(self.path, scan=scan, progress=progress)
+        if device.startswith("cuda"):
+            from forebay.model.device_synthetic import DeviceSynthetic
+
+            return DeviceSynthetic(self.config, device)
         from forebay.model.synthetic import SyntheticCheckpoint
 
-        if self.path is None:
-            return SyntheticCheckpoint(self.config)
-        return Checkpoint.open(self.path, scan=scan, progress=progress)
+        return SyntheticCheckpoint(self.config)
 
 
 def resolve(model: str) -> ModelSource:

@@ -57,5 +57,7 @@ class Half:
             capture.scales[layers].index_copy_(1, place, rows[..., head_dim:])
 
     def note(self, name: str, value: Tensor) -> None:
+        """Keep a copy of an intermediate result, where they are recorded; whole numbers as int64, like those of `Backbone`."""
         if self.record is not None:
-            self.record.setdefault(name, []).append(value.clone())
+            copied = value.to(torch.int64) if value.dtype == torch.int32 else value.clone()
+            self.record.setdefault(name, []).append(copied)

@@ -18,7 +18,7 @@ from forebay.model.fused.attention import FusedAttention
 from forebay.model.fused.engram import FusedEngram
 from forebay.model.fused.half import Half
 from forebay.model.fused.rows import FusedBatch, FusedDecoderRows, HalfRows
-from forebay.model.fused.weights import FusedLoader, LayerWeights
+from forebay.model.fused.weights import FusedLoader, LayerWeights, wide_bytes
 from forebay.model.fused.work import Work, product
 from forebay.model.loading import Meter
 from forebay.model.names import expected_tensors
@@ -60,7 +60,11 @@ class FusedBackbone:
         self.topology = self.config.topology()
         self.ratios = sorted({plan.ratio for plan in self.topology.layers if plan.ratio})
         stored = sum(spec.nbytes for spec in expected_tensors(self.config).values() if spec.part != "engram tables")
-        load = FusedLoader(source, self.device, Meter(stored, progress))
+        # The decoder half sees a window of a prompt, so only the encoder half is worth memory that nothing else is likely to need.
+        wide = 0
+        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] - stored > 4 * wide_bytes(self.config, self.topology.cut):
+            wide = self.topology.cut
+        load = FusedLoader(source, self.device, Meter(stored, progress), wide)
         self.embed, self.norm, self.head = (load.tensor(f"{name}.weight") for name in ("embed", "norm", "head"))
         self.layers: list[LayerWeights] = [load.layer(plan) for plan in self.topology.layers]
         self.work = Work(self.config, self.device)

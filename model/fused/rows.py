@@ -18,6 +18,8 @@ from forebay.model.ops.kernels.store_ops import Step
 
 SCORE_BYTES = 256 << 20  # of one tile of index scores
 SCAN_ROWS = 16  # rows of a sequence that share the reading of its index keys
+# Kernels are compiled for sizes that are multiples of 16 and for others; these are rounded up, so that a prompt's length chooses neither.
+COLUMNS, BLOCKS = 128, 16
 
 Ints = NDArray[np.int64]
 Range = tuple[int, int, int]  # first position, end, and window floor of a sequence in a half
@@ -77,7 +79,7 @@ class HalfRows:
         write_from = np.array([s.write_from for s in spans], dtype=np.int64)
         slots = np.array([s.slot for s in spans], dtype=np.int64)
         longest = max((len(s.blocks) for s in spans), default=0)
-        table = np.zeros((len(spans), max(1, longest)), dtype=np.int64)
+        table = np.zeros((len(spans), _up(max(1, longest), BLOCKS)), dtype=np.int64)
         for line, s in zip(table, spans, strict=True):
             line[: len(s.blocks)] = s.blocks
         parcel = Parcel()
@@ -87,7 +89,10 @@ class HalfRows:
             seen = (position + 1) // ratio
             visible[ratio] = parcel.add(seen)
             acting[ratio] = parcel.add(_acting(position, starts[span], stops[span], ratio, write_from[span]))
-            scans[ratio] = [(*piece[:3], parcel.add(piece[3]), parcel.add(piece[4]), int(piece[4].max())) for piece in _scans(seen, span)]
+            scans[ratio] = [
+                (first, last, _up(columns, COLUMNS), parcel.add(runs), parcel.add(counts), int(counts.max()))
+                for first, last, columns, runs, counts in _scans(seen, span)
+            ]
             width = np.full_like(seen, candidates)
             lone[ratio] = [(*piece[:3], parcel.add(piece[3]), parcel.add(piece[4])) for piece in _scans(width, np.arange(len(span)))]
         taken = []
@@ -131,6 +136,11 @@ class Parcel:
         there = whole.to(device, non_blocking=True)
         pieces = there.split(sizes)
         return [piece[: part.size].view(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+
+def _up(number: int, unit: int) -> int:
+    """The next multiple of `unit`."""
+    return -(-number // unit) * unit
 
 
 def _send(numbers: Tensor, device: torch.device) -> Tensor:

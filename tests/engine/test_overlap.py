@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engines import WINDOW, Memo, assert_idle, continuation, fresh, greedy, prompt, same, short, tiny
-from forebay.engine import device_sampler
+from engines import WINDOW, Memo, assert_idle, continuation, fresh, greedy, prompt, same, short, tiny, tiny_checkpoint
+from forebay.engine import device_sampler, scheduler
 from forebay.engine.batcher import Row
 from forebay.engine.device_sampler import launch
+from forebay.engine.flight import Flight, Flights
+from forebay.engine.llm import LLM
+from forebay.engine.options import EngineOptions
+from forebay.engine.restore_bench import measure
 from forebay.engine.sampler import Sampler
 from forebay.engine.sampling_state import SamplingState
+from forebay.engine.tiers import TierOptions
 from forebay.engine.types import SamplingParams
+from forebay.model.errors import ConfigError
 
 EOS = 1
 
@@ -142,8 +150,71 @@ def test_a_real_network_says_the_same() -> None:
     assert_idle(ahead.engine)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and triton")
+def test_a_network_of_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where the host really is ahead of it: buffers that are filled again too early would change tokens. Nothing in launching a
+    step waits for the device."""
+    launch_step, launched = Flights.launch, [0]
+
+    def never_waiting(flights: Flights, rows: list[Row], before: Flight | None = None) -> Flight:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched[0] += before is not None
+            return launch_step(flights, rows, before)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Flights, "launch", never_waiting)
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=i, **KINDS[i % 4]) for i in range(8)]
+    ids = [prompt(30 + 5 * i, i) for i in range(8)]
+    found = []
+    for overlap in (False, None):
+        with LLM(str(tiny_checkpoint()), "cuda", max_sequences=8, kv_tokens=4096, prefix_reuse=False, overlap=overlap) as llm:
+            assert (llm.engine.flights is None) == (overlap is False)
+            found.append(llm.generate(ids, params))
+            assert_idle(llm.engine)
+    assert launched[0] > 30
+    for left, right in zip(*found, strict=True):
+        same(left, right)
+
+
+def test_steps_go_ahead_while_blocks_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefix is restored beside decoding streams: their steps do not wait for it, and it is counted once it is in."""
+    monkeypatch.setattr(scheduler, "RESTORED_AT_ONCE", 8)
+    launch_step, ahead, engines = Flights.launch, [0], set[Flights]()
+
+    def counting(flights: Flights, rows: list[Row], before: Flight | None = None) -> Flight:
+        engines.add(flights)
+        ahead[0] += before is not None and any(s.restoring for s in flights.scheduler.running)
+        return launch_step(flights, rows, before)
+
+    def open_model(tiers: TierOptions, tokens: int, sequences: int) -> LLM:
+        return LLM(str(tiny_checkpoint()), tiers=tiers, kv_tokens=tokens, max_sequences=sequences, overlap=True)
+
+    monkeypatch.setattr(Flights, "launch", counting)
+    found = measure(open_model, tmp_path, tokens=320, streams=3, context=20, steps=5, repeats=2, report=lambda line: None)
+    assert len(found.restore_s) == 2 and min(found.restore_s) > 0
+    assert ahead[0] >= 6  # 40 blocks, 8 in a step, twice
+    (flights,) = engines
+    assert not flights.started and not flights.scheduler.running
+
+
+def test_overlap_is_for_kernels_unless_asked_for() -> None:
+    assert EngineOptions().overlap is None
+    assert tiny().engine.flights is None
+    assert tiny(overlap=True).engine.flights is not None
+    with pytest.raises(ConfigError, match="overlap must be bool or None"):
+        EngineOptions(overlap=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("top_p", "rows", "draws"), [(1.0, 64, 1), (0.95, 1, 2), (0.95, 64, 3), (0.5, 1, 4), (0.02, 64, 7)])
+def test_draws_are_as_many_as_almost_always_suffice(top_p: float, rows: int, draws: int) -> None:
+    assert device_sampler.rounds([top_p] * rows) == draws
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))])
 @pytest.mark.parametrize("rounds", [1, 2, 7])
-def test_tokens_on_the_device_are_those_of_the_sampler(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_on_the_device_are_those_of_the_sampler(rounds: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the draws made at once do not suffice, and over ties."""
     monkeypatch.setattr(device_sampler, "ROUNDS", rounds)
     numbers = torch.Generator().manual_seed(rounds)
@@ -153,8 +224,11 @@ def test_tokens_on_the_device_are_those_of_the_sampler(rounds: int, monkeypatch:
         logits[trial % 16, 7] = torch.nan if trial % 3 == 0 else 1.0
         params = [SamplingParams(seed=trial * 16 + i, top_p=(1.0, 0.02, 0.7)[i % 3], **_without_top_p(KINDS[i % 4])) for i in range(16)]
         states = [SamplingState(p, (), p.seed) for p in params]
-        found, redone = launch(logits, states, [0] * 16).wait()
+        logits = logits.to(device)
+        ahead = launch(logits, states, [0] * 16)
+        found, redone = ahead.wait()
         good = [i for i in range(16) if bool(logits[i].isfinite().all())]
+        assert all(0 <= int(token) < vocab for token in ahead.tokens)  # whatever it is, the next step looks it up
         wanted = Sampler(vocab, frozenset()).sample(logits[good], [states[i] for i in good]).token_ids
         assert [found[i] for i in good] == wanted
         assert all(found[i] is None for i in range(16) if i not in good)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.engine.launch import build_engine
+from forebay.engine.launch import build_client, build_engine
+from forebay.engine.llm import LLM
 from forebay.engine.options import EngineOptions
 from forebay.engine.types import OutputEvent, Request, SamplingParams
 from forebay.model import device_synthetic
 from forebay.model.config import ModelConfig
 from forebay.model.device_synthetic import DeviceSynthetic
-from forebay.model.errors import CheckpointError
+from forebay.model.errors import CheckpointError, ConfigError
+from forebay.model.source import resolve
 from noise_model import noise_checkpoint
 
 DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
@@ -124,6 +126,18 @@ def test_engram_rows_are_folded(source: DeviceSynthetic, config: ModelConfig, mo
     for bad in (-1, config.engram_num_embeddings[0]):
         with pytest.raises(IndexError):
             table.read(torch.tensor([[bad]]))
+
+
+def test_synthetic_weights_are_made_where_the_network_runs() -> None:
+    found = resolve("synthetic:v41-flash,experts=1,layers=6")
+    assert not isinstance(found.open(), DeviceSynthetic)
+    if torch.cuda.is_available():
+        weights = found.open(device="cuda")
+        assert isinstance(weights, DeviceSynthetic) and weights.device.type == "cuda"
+        return
+    for build in (lambda: LLM(found.name, "cuda"), lambda: build_client(model=found.name, device="cuda")):
+        with pytest.raises(ConfigError, match="sees no CUDA device"):  # before anything is opened
+            build()
 
 
 def test_what_there_is_not(source: DeviceSynthetic, config: ModelConfig) -> None:
