@@ -63,16 +63,16 @@ class Runner:
             if count and row.sequence.scores_prompt and row.start < row.sequence.prompt_tokens:
                 scored[i] = hidden[place : place + count]
             place += count
-        return self.backbone.logits(hidden[last]), scored
+        return self.backbone.logits(self.pick(hidden, last)), scored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final hidden states [n, D] bf16 -> [n, vocab] fp32."""
         return self.backbone.logits(hidden)
 
-    def pick(self, tokens: Tensor, places: SequenceOf[int]) -> Tensor:
-        """tokens[places] without waiting for the device. tokens: [n] int64."""
-        index = torch.tensor(places)
-        return tokens.index_select(0, index if tokens.device.type == "cpu" else index.pin_memory().to(tokens.device, non_blocking=True))
+    def pick(self, rows: Tensor, places: SequenceOf[int]) -> Tensor:
+        """rows[places] without waiting for the device. rows: [n, ...]."""
+        index = torch.tensor(places, dtype=torch.int64)
+        return rows.index_select(0, index if rows.device.type == "cpu" else index.pin_memory().to(rows.device, non_blocking=True))
 
     def batch(
         self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, tokens: Tensor | None = None

@@ -244,10 +244,11 @@ def launches(rig: Rig, work: Callable[[], object]) -> dict[str, Any]:
         ends = number + 1 in (rig.backbone.topology.cut, len(plans))
         role = plans[number].role + (" before engram" if engram else " at the end" if ends else "")
         copies = sum(kernel.copies for kernel in part)
-        rows.append({"layer": number, "role": role, "kernels": len(part), "copies": copies, "seconds": seconds})
-        entry = roles.setdefault(role, {"layers": 0, "kernels": [], "seconds": 0.0})
+        rows.append({"layer": number, "role": role, "kernels": len(part) - copies, "copies": copies, "seconds": seconds})
+        entry = roles.setdefault(role, {"layers": 0, "kernels": [], "copies": 0, "seconds": 0.0})
         entry["layers"] += 1
-        entry["kernels"] = sorted({*entry["kernels"], len(part)})
+        entry["kernels"] = sorted({*entry["kernels"], len(part) - copies})
+        entry["copies"] = max(entry["copies"], copies)  # and fills, which a library may make before a product
         entry["seconds"] += seconds
         if plans[number].role == "reuse" and (not reuse or (role == "reuse" and shown != "reuse")):
             reuse, shown = part, role

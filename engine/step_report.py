@@ -43,6 +43,8 @@ def bars(figures: dict[str, Any]) -> list[dict[str, Any]]:
             value = " to ".join(map(str, sorted({counts[0], counts[-1]})))
             if plain and last:
                 value += f" ({last['kernels'][-1]} at the end of a half)"
+            if beside := (plain or last).get("copies"):
+                value += f", and up to {beside} copies or fills"
             add(name, value, f"≤ {most}", counts[-1] <= most)
     if figures["prefill"]:
         best = max(figures["prefill"], key=lambda row: row["fraction"])

@@ -60,10 +60,12 @@ class FusedBackbone:
         self.topology = self.config.topology()
         self.ratios = sorted({plan.ratio for plan in self.topology.layers if plan.ratio})
         stored = sum(spec.nbytes for spec in expected_tensors(self.config).values() if spec.part != "engram tables")
-        # The decoder half sees a window of a prompt, so only the encoder half is worth memory that nothing else is likely to need.
+        # The decoder half sees a window of a prompt, so the encoder half's copies are worth more of what nothing else is likely to need.
         wide = 0
-        if self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] - stored > 4 * wide_bytes(self.config, self.topology.cut):
-            wide = self.topology.cut
+        if self.device.type == "cuda":
+            free, count = torch.cuda.mem_get_info(self.device)[0] - stored, self.config.num_hidden_layers
+            choices = ((count, 6), (self.topology.cut, 4), (0, 0))
+            wide = next(layers for layers, times in choices if free > times * wide_bytes(self.config, layers) or not layers)
         load = FusedLoader(source, self.device, Meter(stored, progress), wide)
         self.embed, self.norm, self.head = (load.tensor(f"{name}.weight") for name in ("embed", "norm", "head"))
         self.layers: list[LayerWeights] = [load.layer(plan) for plan in self.topology.layers]

@@ -109,20 +109,6 @@ def route(
     )  # fmt: skip
 
 
-def sort_assignments(indices: Tensor, experts: int, order: Tensor, offsets: Tensor) -> None:
-    """indices [n, topk] int32 -> order [n * topk] int32, assignments expert by expert, and offsets [experts + 1] int32 into it.
-
-    Assignments to expert -1 (padding) are left out: offsets[experts] is how many there are.
-
-    Floor: 8 bytes an assignment, but every expert's program reads all assignments, from L2.
-    """
-    count = indices.numel()
-    if count == 0:
-        offsets.zero_()
-        return
-    _kernels("sort").sort[(experts,)](indices, order, offsets, count, BA=min(1024, _power(count)), num_warps=4)
-
-
 def _batch(tuning: Tuning, n: int) -> int:
     """Rows of activations that a program has at a time."""
     return max(8, min(tuning.batch or 64, _power(n)))

@@ -16,7 +16,7 @@ from forebay.model.ops.router import route
 from forebay.model.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.usefixtures("kernels")
-KERNELS = ((moe_ops, "route sort_assignments experts fp8_linear"),)
+KERNELS = ((moe_ops, "route experts fp8_linear"),)
 CACHE = TileCache(1 << 20)
 
 
@@ -77,21 +77,6 @@ def test_route_equal_scores_take_the_lower_expert() -> None:
     )  # fmt: skip
     assert indices.tolist() == [[0, 1, 2]] * 2
     assert torch.allclose(weights, torch.full((2, 3), 0.5))
-
-
-@pytest.mark.parametrize(("n", "topk", "experts"), [(1, 6, 12), (40, 3, 5), (3, 1, 4)])
-def test_sort_assignments(n: int, topk: int, experts: int) -> None:
-    indices = random(n, experts).argsort(1)[:, :topk].to(torch.int32)
-    order, offsets = torch.empty(n * topk, dtype=torch.int32), torch.empty(experts + 1, dtype=torch.int32)
-    moe_ops.sort_assignments(indices, experts, order, offsets)
-    flat = indices.flatten()
-    assert torch.equal(order.long(), flat.argsort(stable=True))
-    assert offsets.tolist() == [0, *flat.long().bincount(minlength=experts).cumsum(0).tolist()]
-    indices[0] = -1  # padding
-    moe_ops.sort_assignments(indices, experts, order, offsets)
-    rest = indices.flatten()[topk:].long()
-    assert offsets.tolist() == [0, *rest.bincount(minlength=experts).cumsum(0).tolist()]
-    assert torch.equal(order[: len(rest)].long(), rest.argsort(stable=True) + topk)
 
 
 @pytest.mark.parametrize(
