@@ -22,11 +22,13 @@ from forebay.model.fused.step import BUCKETS, BlockTables, DecodeRow, DecodeStep
 from forebay.model.memory import CacheMemory
 
 # Lengths of prompts, or of their chunks, whose kernels are compiled at the start: few rows and many, multiples of 16, for which kernels
-# read wider, and others.
-REHEARSED = (1, 13, 64, 77, 512, 2048, 4001, 4096, 8192)
-# Of these also as chunks at the end of long prompts, whose entries are chosen in more passes.
+# read wider, and others. By powers of two, as scans are compiled for numbers of runs of 16 rows.
+REHEARSED = (1, 13, 27, 50, 64, 77, 200, 400, 500, 512, 1000, 1024, 2000, 2048, 4001, 4096, 8192)
+# Generated tokens beside a chunk of a prompt, as numbers that no captured step has.
+TOGETHER = (27, 50)
+# Of these also as chunks at the end of long prompts, whose entries are chosen in other ways, by the next power of two.
 LATE = (1, 77, 512)
-CONTEXTS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
+CONTEXTS = tuple(1 << power for power in range(10, 21))
 SPARE_BYTES = 2 << 30  # for libraries, compiled kernels, and what an allocator cannot use
 
 
@@ -57,7 +59,7 @@ class FusedRunner(Runner):
         needed = [b for i, b in enumerate(self.buckets) if i == 0 or self.buckets[i - 1] < rows]
         if self.device.type == "cuda":
             tell(0, 0, "compiling kernels")
-            self._compile(needed, [length for length in REHEARSED if length <= chunk])
+            self._compile(needed, [length for length in REHEARSED if length <= chunk], [n for n in TOGETHER if n <= rows])
         for number, bucket in enumerate(reversed(needed), 1):
             tell(0, 0, f"capturing decode steps: {number} of {len(needed)}")
             self.step_of(bucket)
@@ -67,15 +69,15 @@ class FusedRunner(Runner):
         bucket = next(b for b in self.buckets if b >= rows)
         if bucket not in self._steps:
             if self._pool is not None and bucket not in self._compiled:
-                self._compile([bucket], [])
+                self._compile([bucket])
             step = self._new_step(bucket)
             if self._pool is not None:
                 step.capture(self._pool)
             self._steps[bucket] = step
         return self._steps[bucket]
 
-    def _compile(self, buckets: list[int], lengths: list[int]) -> None:
-        """Compile the kernels of decode steps and of prompts of these lengths."""
+    def _compile(self, buckets: list[int], lengths: SequenceOf[int] = (), together: SequenceOf[int] = ()) -> None:
+        """Compile the kernels of decode steps, of prompts of these lengths, and of so many generated tokens beside prompts."""
         with compiling():
             for bucket in buckets:
                 self._new_step(bucket).rehearse()
@@ -85,6 +87,11 @@ class FusedRunner(Runner):
                     for context in CONTEXTS:
                         if length < context <= self.max_blocks * self.layout.block_tokens:
                             self._rehearse(length, context)
+            if lengths:
+                last = lengths[-1]
+                beside = Span(0, last, 0, 0, last, 0, None, 0, [0] * self.layout.blocks_for(last))
+                for count in together:
+                    self._pass([*[Span(0, 1, 0, 0, 0, 0, None, 0, [0])] * count, beside])
         self._compiled.update(buckets)
 
     def _new_step(self, bucket: int) -> DecodeStep:
@@ -93,18 +100,20 @@ class FusedRunner(Runner):
 
     def _rehearse(self, rows: int, context: int) -> None:
         """The last rows of a prompt through both halves and the head, on the null slot and block."""
-        config, device, start = self.fused.config, self.device, context - rows
-        ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        lookback = torch.full((rows, self._depth), -1, dtype=torch.int64, device=device)
-        blocks = [0] * self.layout.blocks_for(context)
-        first = max(start, context - config.sliding_window)
+        start, blocks = context - rows, [0] * self.layout.blocks_for(context)
+        first = max(start, context - self.layout.window)
         for low in {start, first} if not start else {start}:  # an exact prefill and a bounded one
-            assert isinstance(self.memory, CacheMemory)
-            span = Span(start, context, start, 0, low, low, None, 0, blocks)
-            batch = self.fused.Batch(ids, lookback, [span], self.memory, self.layout.window)
-            chosen = batch.decoder_rows()
-            assert chosen is not None
-            self.fused.logits(self.fused.decode(self.fused.encode(batch), chosen)[-1:])
+            self._pass([Span(start, context, start, 0, low, low, None, 0, blocks)])
+
+    def _pass(self, spans: list[Span]) -> None:
+        assert isinstance(self.memory, CacheMemory)
+        rows = sum(span.stop - span.start for span in spans)
+        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        lookback = torch.full((rows, self._depth), -1, dtype=torch.int64, device=self.device)
+        batch = self.fused.Batch(ids, lookback, spans, self.memory, self.layout.window)
+        chosen = batch.decoder_rows()
+        assert chosen is not None
+        self.fused.logits(self.fused.decode(self.fused.encode(batch), chosen)[-1:])
 
     def run(
         self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, *, tokens: Tensor | None = None

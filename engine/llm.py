@@ -38,7 +38,8 @@ class LLM:
         tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
         chat: the tokenizer must have the tokens of the chat encoding; `engine.codec` then makes the prompts of `run`.
         clock: seconds since the epoch, by which these keep things.
-        kernels: on a CUDA device, run the GPU kernels if they can take the model; otherwise torch operations, to compare with.
+        kernels: on a CUDA device, run the GPU kernels if they can take the model, otherwise torch operations; off until the engine's
+            tests pass with them on a GPU.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
     """
 
@@ -51,7 +52,7 @@ class LLM:
         tiers: TierOptions | None = None,
         chat: bool = False,
         clock: Callable[[], float] = time.time,
-        kernels: bool = True,
+        kernels: bool = False,
         **engine_options: Any,
     ) -> None:
         known = EngineOptions.__dataclass_fields__

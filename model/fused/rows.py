@@ -90,7 +90,7 @@ class HalfRows:
             visible[ratio] = parcel.add(seen)
             acting[ratio] = parcel.add(_acting(position, starts[span], stops[span], ratio, write_from[span]))
             scans[ratio] = [
-                (first, last, _up(columns, COLUMNS), parcel.add(runs), parcel.add(counts), int(counts.max()))
+                (first, last, score_columns(columns), parcel.add(runs), parcel.add(counts), int(counts.max()))
                 for first, last, columns, runs, counts in _scans(seen, span)
             ]
             width = np.full_like(seen, candidates)
@@ -143,6 +143,11 @@ def _up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
+def score_columns(entries: int) -> int:
+    """Columns for the scores of so many entries: an eighth of a power of two at a time, so that kernels are compiled for few of them."""
+    return _up(entries, max(COLUMNS, (1 << max(0, entries - 1).bit_length()) // 8))
+
+
 def _send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
@@ -162,7 +167,7 @@ def _scans(seen: Ints, span: Ints) -> list[tuple[int, int, int, Ints, Ints]]:
     A run has up to `SCAN_ROWS` rows of one span; its rows are numbered within the piece. Rows of a span see more and more entries.
     """
     pieces, count = [], len(seen)
-    step = max(1, SCORE_BYTES // (2 * max(1, int(seen.max(initial=0)))))
+    step = max(1, SCORE_BYTES // (2 * max(1, score_columns(int(seen.max(initial=0))))))
     for first in range(0, count, step):
         last = min(count, first + step)
         inside = span[first:last]

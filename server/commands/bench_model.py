@@ -114,7 +114,8 @@ def streams(args: argparse.Namespace, config: Config, err: Console, counts: list
         prompts = [_prompt(draw, model, context) for _ in range(count)]
         seconds = statistics.median(_decode_steps(model, args.steps, *prompts))
         row = rows[f"{count}"] = {"step, ms": seconds * 1000, "tokens/s": count / seconds}
-        if (step_of := getattr(engine.runner, "step_of", None)) is not None:
+        step_of, buckets = getattr(engine.runner, "step_of", None), getattr(engine.runner, "buckets", [0])
+        if step_of is not None and count <= buckets[-1]:  # more run as several graphs
             step, timer = step_of(count), timer_of(engine.runner.device)
             device = statistics.median(timer.each(step.replay, args.steps))
             step.replay = lambda: None
@@ -244,5 +245,5 @@ def _table(figures: dict[str, Any], out: Console) -> None:
     for name in columns:
         table.add_column(name, justify="right")
     for name, row in figures["rows"].items():
-        table.add_row(name, *(f"{row[column]:,.2f}" for column in columns))
+        table.add_row(name, *(f"{row[column]:,.2f}" if column in row else "" for column in columns))
     out.print(table)

@@ -169,7 +169,7 @@ def test_a_network_of_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     ids = [prompt(30 + 5 * i, i) for i in range(8)]
     found = []
     for overlap in (False, None):
-        with LLM(str(tiny_checkpoint()), "cuda", max_sequences=8, kv_tokens=4096, prefix_reuse=False, overlap=overlap) as llm:
+        with LLM(str(tiny_checkpoint()), "cuda", kernels=True, max_sequences=8, kv_tokens=4096, prefix_reuse=False, overlap=overlap) as llm:
             assert (llm.engine.flights is None) == (overlap is False)
             found.append(llm.generate(ids, params))
             assert_idle(llm.engine)

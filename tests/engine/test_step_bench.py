@@ -240,9 +240,10 @@ def test_streams_through_the_engine(timer: HostTimer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "_torch_runner", fused)
     monkeypatch.setattr(bench_model, "timer_of", lambda device: timer)
     file = tmp_path / "figures.json"
-    args = ["--contexts", "16,64", "--steps", "4", "--repeats", "1", "--streams", "1,3", "--json", str(file)]
+    args = ["--contexts", "16,64", "--steps", "4", "--repeats", "1", "--streams", "1,3,5", "--json", str(file)]
     assert main(["bench", "decode", "--model", str(tiny_checkpoint()), *args]) == 0
     rows = json.loads(file.read_text("utf-8"))["streams"]["rows"]
-    assert list(rows) == ["1", "3"]
-    assert all(set(row) == {"step, ms", "tokens/s", "graph, ms", "host, ms", "shows, ms"} for row in rows.values())
+    assert list(rows) == ["1", "3", "5"]
+    assert all(set(rows[n]) == {"step, ms", "tokens/s", "graph, ms", "host, ms", "shows, ms"} for n in ("1", "3"))
+    assert set(rows["5"]) == {"step, ms", "tokens/s"}  # as two graphs
     assert rows["3"]["tokens/s"] == pytest.approx(3000 / rows["3"]["step, ms"])

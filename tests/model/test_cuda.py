@@ -45,7 +45,7 @@ def both() -> tuple[LLM, LLM]:
 @pytest.fixture(scope="module")
 def noise() -> LLM:
     """NOISE as kernels."""
-    return LLM(str(noise_checkpoint()), device="cuda", prefix_reuse=False, max_sequences=8)
+    return LLM(str(noise_checkpoint()), device="cuda", kernels=True, prefix_reuse=False, max_sequences=8)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ class TestKernels:
             starts = [cpu.tokenizer.encode_special(text) for text in prompts]
             starts.append((starts[0] + starts[1] + starts[3]) * 8)  # longer than what its layers choose from
             texts.append([o.token_ids for o in cpu.generate(starts, params)])
-            with LLM("demo", "cuda", "exact", max_sequences=4, kv_tokens=4096) as cuda:
+            with LLM("demo", "cuda", "exact", kernels=True, max_sequences=4, kv_tokens=4096) as cuda:
                 texts.append([o.token_ids for o in cuda.generate(starts, params)])
             same = 0
             for start, there, here in zip(starts, *texts, strict=True):

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from engines import tiny_checkpoint, tiny_config
+from forebay.cache.layout import KVLayout
 from forebay.engine import launch
 from forebay.engine.fused_runner import FusedRunner, working_bytes
 from forebay.engine.llm import LLM
 from forebay.model.errors import ConfigError
 from forebay.model.fused.network import FusedBackbone
-from forebay.model.fused.rows import Parcel, _scans
+from forebay.model.fused.rows import Parcel, _scans, score_columns
 from forebay.model.fused.step import BlockTables, DecodeRow, DecodeStep
 from forebay.model.fused.weights import check_shapes
 from forebay.model.memory import CacheMemory
@@ -155,6 +156,15 @@ def test_scans_cover_every_row_once() -> None:
     assert covered == list(range(48))
 
 
+def test_scores_have_few_widths() -> None:
+    """Eight for each doubling of the text, so that a server can compile for all of them before it meets one."""
+    assert [score_columns(n) for n in (0, 1, 1025, 524_289, 1_000_000)] == [0, 128, 1280, 655_360, 1 << 20]
+    entries = np.unique(np.geomspace(1, 1 << 20, 3000).astype(np.int64))
+    widths = [score_columns(int(n)) for n in entries]
+    assert all(n <= w <= max(128, 1.25 * n + 128) for n, w in zip(entries, widths, strict=True))
+    assert len({w for w in widths if w > 1024}) == 40
+
+
 def test_sizes_that_kernels_cannot_take_are_named() -> None:
     for name, value in (("hc_mult", 3), ("num_attention_heads", 128), ("index_head_dim", 96), ("compress_ratios", (4, 4, 1, 1))):
         with pytest.raises(ConfigError, match=f"{name} must be .* for the GPU kernels"):
@@ -167,8 +177,18 @@ def test_a_model_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "num_attention_heads must be at most 64" in str(launch.without_kernels(replace(tiny_config(), num_attention_heads=128), "cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert launch.without_kernels(tiny_config(), "cuda") == "they need compute capability 9.0, this GPU has 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert launch.without_kernels(tiny_config(), "cuda:0") is None
+    assert "which cuda:1 is not" in str(launch.without_kernels(tiny_config(), "cuda:1"))
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert "triton is not installed" in str(launch.without_kernels(tiny_config(), "cuda"))
+
+
+@pytest.mark.parametrize("device", ["cud", "cudaa", "cuda:", "cuda:x", "mps"])
+def test_devices_that_there_are_not(device: str) -> None:
+    with pytest.raises(ConfigError, match="device must be 'cpu' or 'cuda'"):
+        launch.check_device(device)
 
 
 def test_tables_send_only_what_is_new() -> None:
@@ -201,6 +221,14 @@ def test_working_memory_is_estimated_for_the_released_sizes() -> None:
     small, large = working_bytes(config, 8, 512, 1 << 20), working_bytes(config, 64, 8192, 1 << 20)
     assert 2 << 30 < small < 4 << 30
     assert small < large < 12 << 30
+
+
+def test_a_gpu_without_room_for_kv_is_refused() -> None:
+    layout = KVLayout.of(tiny_config())
+    assert launch._kv_bytes(layout, 10 << 30, 2 << 30) == int(0.9 * (8 << 30))
+    for free in (2 << 30, (2 << 30) + layout.block_bytes):
+        with pytest.raises(ConfigError, match=r"2\.1 GB are free beside the weights, and steps and windows may take 2\.1 GB"):
+            launch._kv_bytes(layout, free, 2 << 30)
 
 
 COMPILE = """

@@ -96,7 +96,7 @@ def test_tunings_and_buffers_that_do_not_fit() -> None:
         (6, 64, 128, 4, 2, 0.0, False, 0, 16, 128),
         (80, 128, 32, 3, 1, 0.5, True, 4, 64, 64),
         (3, 64, 32, 4, 2, 10.0, True, 64, 64, 64),
-        (260, 128, 128, 3, 1, 10.0, False, 0, 256, 128),  # as in use: tiles of three quarters
+        (260, 128, 128, 3, 1, 10.0, False, 0, 256, 128),  # tiles of three quarters
     ],
 )
 def test_expert_bank(
@@ -105,8 +105,8 @@ def test_expert_bank(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(device_linear, "FEW_ROWS", few)
     for name in ("UP", "DOWN", "FEW_UP", "FEW_DOWN"):  # several tiles for an expert
-        if rows < 256:
-            monkeypatch.setattr(gemm_ops, name, gemm_ops.Tuning(rows, 64, 4, step, 2, 2, rows == 64))
+        tuning = gemm_ops.Tuning(rows, 64, 4, step, 2, 2, rows == 64) if rows < 256 else gemm_ops.Tuning(quarters=True)
+        monkeypatch.setattr(gemm_ops, name, tuning)
     up = bytes_of(experts, 2 * inter, d // 2), bytes_of(experts, 2 * inter, d // 32, low=122, high=126)
     down = bytes_of(experts, d, inter // 2), bytes_of(experts, d, inter // 32, low=122, high=126)
     up[1][0, 0, 0], up[1][1, 0, 0], down[1][1, 0, 0] = 0, 130, 131
