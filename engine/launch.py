@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from forebay.model.tokenizer import Tokenizer
 DEFAULT_KV_TOKENS = 262_144
 KV_SHARE = 0.4  # of free memory, at most, when `kv_tokens` is not given
 KERNEL_KV_SHARE = 0.9  # of what the GPU kernels leave, whose working memory is known beforehand
+TRITON = (3, 6)  # with the layouts and instructions that some of them spell out
 HOPPER = (9, 0)  # compute capability that the GPU kernels are written for
 
 Progress = Callable[[int, int, str], None]
@@ -61,6 +63,8 @@ def without_kernels(config: ModelConfig, device: str) -> str | None:
     """Why the GPU kernels cannot run a model on a CUDA device, None if they can."""
     if find_spec("triton") is None:
         return "triton is not installed (the extra `gpu`)"
+    if tuple(int(part) for part in version("triton").split(".")[:2]) < TRITON:
+        return f"they need triton {TRITON[0]}.{TRITON[1]} or newer, {version('triton')} is installed"
     if (found := torch.cuda.get_device_capability(device)) < HOPPER:
         return f"they need compute capability {HOPPER[0]}.{HOPPER[1]}, this GPU has {found[0]}.{found[1]}"
     if (index := torch.device(device).index) is not None and index != torch.cuda.current_device():

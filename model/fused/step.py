@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -138,9 +139,17 @@ class DecodeStep:
         """Make the graph. pool: memory that graphs share, of `torch.cuda.graph_pool_handle`."""
         self._forward()  # nothing may be compiled or made for the first time while a graph is captured
         self.graph = torch.cuda.CUDAGraph()
-        # Threads of the tiers may ask for pinned memory meanwhile.
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-            self._forward()
+        # Graphs and events of a network that is gone must not be destroyed in the middle of a capture, which that would end.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            # Threads of the tiers may ask for pinned memory meanwhile.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+                self._forward()
+        finally:
+            if collects:
+                gc.enable()
 
     def run(self, rows: Sequence[DecodeRow], tokens: Tensor | None = None) -> Tensor:
         """One step -> logits [n, vocab] fp32; overwritten by the next run of any step.

@@ -54,9 +54,13 @@ def reference(device: str = "cpu") -> LLM:
 def fused(backbone: FusedBackbone) -> LLM:
     """The same engine over the fused network, with buckets that leave padded rows."""
     llm = reference(DEVICE)
+    fuse(llm, backbone)
+    return llm
+
+
+def fuse(llm: LLM, backbone: FusedBackbone) -> None:
     runner = llm.engine.runner
     llm.engine.runner = FusedRunner(backbone, runner.blocks, runner.windows, max_tokens=256, buckets=(1, 4))
-    return llm
 
 
 def ids(length: int, number: int = 0) -> list[int]:
@@ -98,14 +102,17 @@ def test_prompts_agree(backbone: FusedBackbone) -> None:
 
 
 def test_generated_tokens_agree(backbone: FusedBackbone) -> None:
-    """A token of two sequences in a step of four rows: the others are padding. One ends at a boundary, and its window is copied."""
+    """A token of two sequences in a step of four rows: the others are padding. One ends at a boundary, and its window is copied. Their
+    prompts are the reference's in both cases."""
     results = []
     lengths = (2, 11)
-    for make in (reference, lambda: fused(backbone)):
-        with make() as llm, Hand(llm, ids(3)) as a, Hand(llm, ids(12, 1)) as b:
+    for device, network in (("cpu", None), (DEVICE, backbone)):
+        with reference(device) as llm, Hand(llm, ids(3)) as a, Hand(llm, ids(12, 1)) as b:
             hands = (a, b)
             for hand, length in zip(hands, lengths, strict=True):
                 step(llm, [hand.row(0, length)])
+            if network is not None:
+                fuse(llm, network)
             b.sequence.copy_at = [12]
             rows = [hand.row(n, n + 1, wants_logits=True) for hand, n in zip(hands, lengths, strict=True)]
             logits = llm.engine.runner.run(rows)[0].clone()
@@ -181,6 +188,8 @@ def test_a_model_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert launch.without_kernels(tiny_config(), "cuda:0") is None
     assert "which cuda:1 is not" in str(launch.without_kernels(tiny_config(), "cuda:1"))
+    monkeypatch.setattr(launch, "version", lambda name: "3.5.1+git")
+    assert launch.without_kernels(tiny_config(), "cuda") == "they need triton 3.6 or newer, 3.5.1+git is installed"
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert "triton is not installed" in str(launch.without_kernels(tiny_config(), "cuda"))
 

@@ -77,7 +77,7 @@ def adversarial(n: int, dim: int) -> Tensor:
     return x.bfloat16()
 
 
-@pytest.mark.parametrize(("dim", "lora", "pairs"), [(32, 32, 4), (128, 128, 16), (96, 160, 8), (512, 1280, 32)])
+@pytest.mark.parametrize(("dim", "lora", "pairs"), [(32, 32, 4), (96, 160, 8), (512, 1280, 32)])
 def test_store_window(dim: int, lora: int, pairs: int) -> None:
     spans = SPANS if dim < 512 else [(5, 6), (1, 3), (0, 10)]
     step, window = step_of(spans), 8
