@@ -110,7 +110,7 @@ def build_engine(
     layout = KVLayout.of(config)
     fused = kernels and device.startswith("cuda")
     if fused and (why := without_kernels(config, device)) is not None:
-        log.warning("the GPU kernels cannot run this model, torch operations do, which is many times slower: %s", why)
+        log.warning("the GPU kernels cannot run this model, torch operations do: %s", why)
         fused = False
     runner = (_fused_runner if fused else _torch_runner)(weights, layout, device, options, progress)
     blocks, windows = runner.blocks, runner.windows
