@@ -94,9 +94,7 @@ def route(
     warps, step = split * tuned.side, split * chunks * 8
     chunk = -(-d // (tuned.parts * step)) * step
     splits, blocks, tiles = -(-d // chunk), -(-n // batch), -(-experts // tuned.rows)
-    helpers = max(1, min(batch, _power(n)) // 4)
-    if _interpreted() or blocks * helpers > 32:  # they wait for each other, so all must find room at once
-        helpers = 1
+    helpers = 1 if _interpreted() else _helpers(min(batch, _power(n)), blocks, tiles * splits)
     meeting.check(splits * n * experts, 2 * blocks)
     none, wide, picked = meeting.arrived, _power(experts), _power(topk)
     mask = none if image_mask is None else image_mask.view(torch.uint8)
@@ -107,6 +105,14 @@ def route(
         TABLE=_table(1, wide, warps, 4),
         PICKED=_table(1, picked, warps, 1), **_shape(tuned, split, chunks, batch),
     )  # fmt: skip
+
+
+def _helpers(rows: int, blocks: int, programs: int) -> int:
+    """Programs that choose for a block of so many rows, a power of two; they are the last of the programs of the block."""
+    helpers = 1
+    while 8 * helpers <= rows and 2 * helpers <= programs and 2 * helpers * blocks <= 32:  # waiting for each other, all must find room
+        helpers *= 2
+    return helpers
 
 
 def _batch(tuning: Tuning, n: int) -> int:

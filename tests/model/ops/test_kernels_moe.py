@@ -41,12 +41,15 @@ def assert_near(here: Tensor, there: Tensor) -> None:
     assert error < 4e-3, float(error)
 
 
-@pytest.mark.parametrize(("n", "d", "experts", "topk", "normalise"), [(1, 96, 24, 6, True), (19, 160, 70, 3, True), (2, 64, 4, 1, False)])
+@pytest.mark.parametrize(
+    ("n", "d", "experts", "topk", "normalise"),
+    [(1, 96, 24, 6, True), (19, 160, 70, 3, True), (2, 64, 4, 1, False), (40, 64, 8, 2, True)],  # the last has a single program on a GPU
+)
 def test_route(n: int, d: int, experts: int, topk: int, normalise: bool) -> None:
     x, gate = (random(n, d) * 3).bfloat16(), random(experts, d, seed=1).bfloat16()
     x[0] *= 8  # scores far below where log(1 + e^l) is 0
     bias, bias_image = random(experts, seed=2), random(experts, seed=3)
-    meeting = Meeting(20 * n * experts, 4, "cpu")
+    meeting = Meeting(20 * n * experts, 16, "cpu")
     for mask in (None, torch.arange(n) % 2 == 1):
         indices, weights = torch.empty((n, topk), dtype=torch.int32), torch.empty((n, topk))
         moe_ops.route(x, gate, bias, bias_image, mask, indices, weights, meeting, scale=1.5, normalise=normalise, temperature=2.0)
@@ -55,6 +58,15 @@ def test_route(n: int, d: int, experts: int, topk: int, normalise: bool) -> None
         assert torch.equal(indices.long(), want)
         assert torch.allclose(weights, factors, rtol=1e-4, atol=1e-9)
         assert not meeting.arrived.any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize(("blocks", "programs"), [(1, 1), (1, 3), (1, 40), (5, 40), (128, 12)])
+def test_programs_that_choose_are_among_a_blocks_own(rows: int, blocks: int, programs: int) -> None:
+    helpers = moe_ops._helpers(rows, blocks, programs)
+    assert 1 <= helpers <= programs and rows % helpers == 0
+    assert helpers == 1 or blocks * helpers <= 32
+    assert (rows, blocks, programs) != (64, 1, 40) or helpers == 16
 
 
 def test_route_of_padding() -> None:
