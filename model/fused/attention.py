@@ -36,14 +36,13 @@ class FusedAttention:
         if plan.ratio == 1 and acting.numel() == 0:
             return
         source = _short(x, weights.wkv) if plan.ratio == 1 else product(x, weights.wkv)
-        pending = pooled = None
+        pending = None
         if plan.ratio > 1:
             pending = half.memory.pending[:, half.memory.pending_index[plan.index]]
-            pooled = torch.empty((acting.numel(), self.dim), dtype=torch.bfloat16, device=x.device)
         turn = half.rows.turns[True, plan.ratio]
         planes = _planes(half, plan.index, plan.ratio)
         store_ops.store_entries(
-            source, weights.norm, weights.wk, weights.k_norm, turn, self.eps, half.rows.step, acting, half.blocks, planes, pending, pooled
+            source, weights.norm, weights.wk, weights.k_norm, turn, self.eps, half.rows.step, acting, half.blocks, planes, pending
         )
 
     def __call__(self, layer: LayerWeights, x: Tensor, rounded: Tensor, half: Half) -> Tensor:
@@ -57,11 +56,11 @@ class FusedAttention:
         fresh, rings = half.fresh[plan.index - half.first], half.windows[:, plan.index]
         ring = rings if step.alone else None
         store_ops.store_window(low_q, low_kv, layer.q_norm, layer.kv_norm, turn, self.eps, step, fresh, ring, values=latent)
-        q = self._new(x, n, self.heads * self.dim)
-        layer.wq_b(latent, q, self.work.meeting)
         if layer.indexer is not None:
             half.selected[plan.index] = self.select(plan, layer.indexer, x, latent, half)
             half.note(f"layer{plan.index}.topk", half.selected[plan.index])
+        q = self._new(x, n, self.heads * self.dim)
+        layer.wq_b(latent, q, self.work.meeting)  # right before attention, which reads all but this ahead of its end
         out = torch.empty_like(q)
         rows = attend_ops.Rows(step.position, step.span, step.start, step.offset, step.floor, step.slot, step.table, turn)
         q, heads = q.view(n, self.heads, self.dim), out.view(n, self.heads, self.dim)

@@ -8,6 +8,8 @@ the many-rows path grow, so that path is not for graphs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -66,8 +68,6 @@ class Fp8Matrix:
         self.codes, self.scales, self.groups = _aligned(codes), _aligned(scales), groups
         self.outs, self.width = outs, width  # output channels; inputs of a group
         self.wide: Tensor | None = None
-        if codes.is_cuda:
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums stay fp32
         if keep_wide:
             self.wide = torch.empty((outs, width), dtype=torch.bfloat16, device=codes.device)
             gemm_ops.widen(self.codes, self.scales, self.wide)
@@ -91,6 +91,18 @@ class Fp8Matrix:
             gemm_ops.round_rows(out)
 
 
+@contextmanager
+def _fp32_sums() -> Iterator[None]:
+    """bf16 products inside keep their partial sums in fp32. The setting is the process's, whose other users get theirs back."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
 def _product(x: Tensor, weight: Tensor, groups: int, out: Tensor) -> None:
     """x [n, groups * K] times weight [O, K], a part of the outputs for each group, in one kernel."""
     if not x.is_cuda:
@@ -99,10 +111,12 @@ def _product(x: Tensor, weight: Tensor, groups: int, out: Tensor) -> None:
     parts = x.view(n, groups, -1).transpose(0, 1), weight.view(groups, -1, weight.shape[1]).transpose(1, 2)
     if not wide:
         out.copy_(torch.bmm(*parts).transpose(0, 1).reshape(n, -1))
-    elif groups == 1:
-        torch.mm(x, weight.T, out=out)
-    else:  # each group's outputs lie O apart: the library writes them where they belong
-        torch.bmm(*parts, out=out.view(n, groups, -1).transpose(0, 1))
+        return
+    with _fp32_sums():
+        if groups == 1:
+            torch.mm(x, weight.T, out=out)
+        else:  # each group's outputs lie O apart: the library writes them where they belong
+            torch.bmm(*parts, out=out.view(n, groups, -1).transpose(0, 1))
 
 
 class ExpertBank:

@@ -12,8 +12,12 @@ Keys are decoded to 2^-48 of their value, so that a factor overflows only where 
 multiplied by 2^48 again, which is exact. Maxima are kept of scores as they are: a product that is fused with a subtraction has no rounding
 of its own, so the largest score minus its rounded multiple would not be 0. Behind the loops they are in units of log 2.
 
-Programs that share a row's heads leave their parts in memory and count themselves; the one that comes last joins all parts, its own too,
-in their order. So the result does not depend on which one that is, and counters are zero again behind every launch.
+Programs that share a row's heads leave their parts in memory and count themselves; the last ones to come (HELPERS) wait for each other and
+join all parts, in their order, each for a SHARE of the heads. So the result does not depend on which ones these are, and counters are zero
+again behind every launch.
+
+Keys are older than queries. So a program that has only one tile (LONE) loads and decodes it before it waits for the kernel that makes the
+queries (`dependent`), and has no loop; others read the indices of their first tile by then.
 
 A decoded tile goes through one more instruction, which does nothing: without it Triton 3.6 fails on a reshaped tensor that goes to shared
 memory, and, unless the instruction counts as impure, decodes it twice, once in the layout of each product, where heads are few.
@@ -21,7 +25,6 @@ memory, and, unless the instruction counts as impure, decodes it twice, once in 
 Operands of products are bf16 on a GPU and fp32 in Triton's interpreter (DOT), whose bf16 product and bf16 cast are wrong; where bf16 is
 stored it is rounded by bit arithmetic there. The interpreter has no inline assembly either (PACKED); the tests emulate its instructions.
 Tiles are loaded as groups by keys by words, since Triton gives neighbouring threads the first dimension after the contiguous last one.
-Helpers and globals are avoided since the interpreter sees neither closures nor nested functions.
 """
 
 # mypy: ignore-errors
@@ -30,7 +33,10 @@ Helpers and globals are avoided since the interpreter sees neither closures nor 
 from __future__ import annotations
 
 from functools import cache
+from operator import attrgetter
 from types import SimpleNamespace
+
+from forebay.model.ops.kernels import attend_keys, dependent
 
 # $0-$3: code j of two words of four E2M1 codes, bf16x2. $4: both words. $5: the scale twice. The three bits of a magnitude read as bf16
 # at bit 6 are 2^-126 of its value.
@@ -87,9 +93,14 @@ mul.rn.bf16x2 $3, m3, $6;
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton
+    global tl, triton, _await, near_codes, near_keys, near_tile, far_codes, far_keys, far_tile
     import triton
     import triton.language as tl
+
+    _await, keys = dependent.load(interpreted)._await, attend_keys.load(interpreted)
+    near_codes, near_keys, near_tile, far_codes, far_keys, far_tile = attrgetter(
+        "near_codes", "near_keys", "near_tile", "far_codes", "far_keys", "far_tile"
+    )(keys)
 
     # Of what differs between layers and steps, little is compiled in: a server compiles for few numbers of rows, at its start.
     @triton.jit(do_not_specialize=["max_blocks", "tiles"])
@@ -99,14 +110,14 @@ def load(interpreted: bool) -> SimpleNamespace:
         H: tl.constexpr, HB: tl.constexpr, HP: tl.constexpr, HJ: tl.constexpr, D: tl.constexpr, WP: tl.constexpr, R: tl.constexpr,
         W: tl.constexpr, RB: tl.constexpr, TOPK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, BK: tl.constexpr,
         SPLITS: tl.constexpr, ROTATE: tl.constexpr, PACKED: tl.constexpr, FP4: tl.constexpr, FP8: tl.constexpr,
-        STAGES: tl.constexpr, DOT: tl.constexpr,
+        STAGES: tl.constexpr, DOT: tl.constexpr, HELPERS: tl.constexpr, SHARE: tl.constexpr, LONE: tl.constexpr,
     ):  # fmt: skip
         """Row program_id(0), heads HB * program_id(2) on; with SPLITS > 1 only the program_id(1)-th `tiles` tiles of BK keys.
 
         Tiles are numbered from the window's oldest key, and those of entries follow. HP and WP are HB heads and words, D / 4, padded to
-        powers of two; parts are joined HJ heads at a time. Window rows of RB bytes are read 4 bytes at a time where RB allows that.
+        powers of two; parts are joined HJ heads at a time. Window rows of RB bytes are read 4 bytes at a time where RB allows that. LONE:
+        a program has one tile.
         """
-        WORDS: tl.constexpr = D // 4
         NEAR: tl.constexpr = (W + BK - 1) // BK
         row = tl.program_id(0).to(tl.int64)
         begin = tl.program_id(1) * tiles
@@ -115,20 +126,39 @@ def load(interpreted: bool) -> SimpleNamespace:
         dim = tl.arange(0, WP * 2)
         live = alive[:, None] & (dim < D)[None, :]
         live_high = alive[:, None] & (dim < D - WP * 2)[None, :]
-        here = tl.load(position + row).to(tl.int32)
-        s = tl.maximum(tl.load(span + row), 0).to(tl.int64)
+        # All this is older than the queries, and so are keys: a program's only tile is there before they are. What does not depend on
+        # another load comes first, as none of it is in a cache any more.
+        lanes = tl.arange(0, BK)
+        t = tl.maximum(begin - NEAR, 0) * BK + lanes
+        here = tl.load(position + row)
+        s = tl.load(span + row)
+        if TOPK > 0:
+            entry = tl.load(selected + row * TOPK + t, mask=t < TOPK, other=-1)
+        here = here.to(tl.int32)
+        s = tl.maximum(s, 0).to(tl.int64)
         first = tl.load(start + s)
-        lowest = tl.maximum(here - W + 1, tl.load(floor + s))
-        fresh_row = tl.load(offset + s) - first
-        ring = rings + tl.load(slot + s).to(tl.int64) * slot_stride
+        lowest = tl.load(floor + s)
+        fresh_row = tl.load(offset + s)
+        ring = tl.load(slot + s)
         if TOPK > 0:  # indices are read ahead of the codes that they lead to
-            lanes = tl.arange(0, BK)
             far = tl.minimum(here + 1, TOPK)  # a row chooses among at most as many entries as it has positions
-            t = tl.maximum(begin - NEAR, 0) * BK + lanes
-            entry = tl.load(selected + row * TOPK + t, mask=t < far, other=-1)
+            entry = tl.where(t < far, entry, -1)
+            block = tl.load(table + s * max_blocks + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+        lowest = tl.maximum(here - W + 1, lowest)
+        fresh_row -= first
+        ring = rings + ring.to(tl.int64) * slot_stride
+        if LONE:
+            key = lowest + begin * BK + tl.arange(0, BK)
+            if TOPK == 0 or begin < NEAR:
+                k_low, k_high, seen = near_tile(ring, fresh, key, here, first, fresh_row, D, WP, W, RB, BK, PACKED, FP8, DOT)
+            else:
+                k_low, k_high, seen = far_tile(pool, codes, scales, block, entry, D, WP, PER_BLOCK, BLOCK_BYTES, BK, PACKED, FP4, DOT)
+        _await()
+        at = (row * H + head)[:, None] * D + dim[None, :]
+        x_low = tl.load(q + at, mask=live, other=0.0)
+        x_high = tl.load(q + WP * 2 + at, mask=live_high, other=0.0)
         for half in tl.static_range(2):
-            at = (row * H + head)[:, None] * D + (half * WP * 2 + dim)[None, :]
-            x = tl.load(q + at, mask=live if half == 0 else live_high, other=0.0)
+            x = x_low if half == 0 else x_high
             if ROTATE and half * WP + WP > (D - R) // 2:
                 pair = half * WP + tl.arange(0, WP)
                 turned = (pair >= (D - R) // 2) & (pair < D // 2)
@@ -147,8 +177,6 @@ def load(interpreted: bool) -> SimpleNamespace:
                 tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=some)
             else:
                 tl.store(out + at, x, mask=some)
-        if TOPK > 0:
-            block = tl.load(table + s * max_blocks + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
         # Only an operand that comes from a load is taken from shared memory; in registers the queries would drive out the output.
         tl.debug_barrier()
         at = (row * H + head)[:, None] * D + dim[None, :]
@@ -159,136 +187,32 @@ def load(interpreted: bool) -> SimpleNamespace:
         o = tl.zeros([HP, WP * 2], tl.float32)
         o_high = tl.zeros([HP, WP * 2], tl.float32)
 
-        end = tl.cdiv(here - lowest + 1, BK)
-        if SPLITS > 1:
-            end = tl.minimum(end, begin + tiles)
-        for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
-            key = lowest + tile * BK + tl.arange(0, BK)
-            seen = key <= here
-            new = seen & (key >= first)
-            old = seen & (key < first)
-            old_row = (tl.maximum(key, 0) % W)[None, :]
-            new_row = tl.where(new, fresh_row + key, 0).to(tl.int64)[None, :]
-            for half in tl.static_range(2):  # both halves are on their way before the first is decoded
-                group = half * (WP // 16) + tl.arange(0, WP // 16)
-                column = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
-                has = (group < WORDS // 8)[:, None]
-                if RB % 4 == 0:
-                    words = ring.to(tl.pointer_type(tl.int32), bitcast=True) + old_row[:, :, None] * (RB // 4) + column[:, None, :]
-                    c = tl.load(words, mask=(old[None, :] & has)[:, :, None], other=0)
-                    words = fresh.to(tl.pointer_type(tl.int32), bitcast=True) + new_row[:, :, None] * (RB // 4) + column[:, None, :]
-                    c |= tl.load(words, mask=(new[None, :] & has)[:, :, None], other=0)
-                else:
-                    c = tl.zeros([WP // 16, BK, 8], tl.int32)
-                    for j in tl.static_range(4):
-                        byte = old_row[:, :, None] * RB + column[:, None, :] * 4 + j
-                        c |= tl.load(ring + byte, mask=(old[None, :] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
-                        byte = new_row[:, :, None] * RB + column[:, None, :] * 4 + j
-                        c |= tl.load(fresh + byte, mask=(new[None, :] & has)[:, :, None], other=0).to(tl.int32) << (8 * j)
-                e = tl.load(ring + old_row * RB + D + group[:, None], mask=old[None, :] & has, other=0)
-                e |= tl.load(fresh + new_row * RB + D + group[:, None], mask=new[None, :] & has, other=0)
-                if half == 0:
-                    c_low = c
-                    e_low = e
-            for half in tl.static_range(2):
-                if half == 0:
-                    c_high = c
-                    e_high = e
-                    c = c_low
-                    e = e_low
-                else:
-                    c = c_high
-                    e = e_high
-                # 2^72 = 2^120 of a magnitude's bits, times 2^-48.
-                f = ((e.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 4.722366482869645e21)[:, :, None]
-                if PACKED:
-                    k0, k1, k2, k3 = tl.inline_asm_elementwise(
-                        FP8, "=&r,=&r,=&r,=&r,r,r,r", [c, f.to(tl.bfloat16)],
-                        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-                    )  # fmt: skip
-                else:
-                    k0 = (((c << 20) & 0x07F00000) | ((c << 24) & -2147483648)).to(tl.float32, bitcast=True) * f
-                    k1 = (((c << 12) & 0x07F00000) | ((c << 16) & -2147483648)).to(tl.float32, bitcast=True) * f
-                    k2 = (((c << 4) & 0x07F00000) | ((c << 8) & -2147483648)).to(tl.float32, bitcast=True) * f
-                    k3 = (((c >> 4) & 0x07F00000) | (c & -2147483648)).to(tl.float32, bitcast=True) * f
-                k = tl.join(tl.join(k0.to(DOT), k2.to(DOT)), tl.join(k1.to(DOT), k3.to(DOT)))
-                k = tl.permute(tl.reshape(k, [WP // 16, BK, 4, 2, 4]), (1, 0, 2, 4, 3))
-                k = tl.reshape(k, [BK, WP * 2])
-                if tl.float32 != DOT:
-                    k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [k], dtype=tl.bfloat16, is_pure=False, pack=2)
-                if half == 0:
-                    k_low = k
-                    score = tl.dot(query, tl.trans(k))
-                else:
-                    score = tl.dot(query_high, tl.trans(k), score)
+        if LONE:
+            score = tl.dot(query, tl.trans(k_low))
+            score = tl.dot(query_high, tl.trans(k_high), score)
             score = tl.where(seen[None, :], score, float("-inf"))
-            above = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2((score - above[:, None]) * scale)
-            decay = tl.exp2((top - above) * scale)
-            total = total * decay + tl.sum(p, 1)
-            top = above
+            top = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2((score - top[:, None]) * scale)
+            total += tl.sum(p, 1)
             if tl.float32 == DOT:
                 bits = p.to(tl.int32, bitcast=True)
                 p = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
             p = p.to(DOT)
-            o = tl.dot(p, k_low, o * decay[:, None])
-            o_high = tl.dot(p, k, o_high * decay[:, None])
-
-        if TOPK > 0:
-            words = pool.to(tl.pointer_type(tl.int16), bitcast=True)
-            end = tl.cdiv(far, BK)
+            o = tl.dot(p, k_low, o)
+            o_high = tl.dot(p, k_high, o_high)
+        else:
+            end = tl.cdiv(here - lowest + 1, BK)
             if SPLITS > 1:
-                end = tl.minimum(end, begin + tiles - NEAR)
-            for tile in tl.range(tl.maximum(begin - NEAR, 0), end, num_stages=STAGES, disable_licm=True):
-                seen = entry >= 0
-                place = tl.maximum(entry, 0) % PER_BLOCK
-                code_row = block.to(tl.int64) * (BLOCK_BYTES // 2) + (codes // 2 + place * WORDS)
-                scale_row = block.to(tl.int64) * BLOCK_BYTES + (scales + place * (WORDS // 4))
-                t = tile * BK + BK + lanes
-                entry = tl.load(selected + row * TOPK + t, mask=t < far, other=-1)
-                for half in tl.static_range(2):
-                    group = half * (WP // 8) + tl.arange(0, WP // 8)
-                    column = (group * 4)[:, None] + tl.arange(0, 4)[None, :]
-                    mask = seen[None, :] & (group < WORDS // 4)[:, None]
-                    c = tl.load(words + code_row[None, :, None] + column[:, None, :], mask=mask[:, :, None], other=0)
-                    e = tl.load(pool + scale_row[None, :] + group[:, None], mask=mask, other=0)
-                    if half == 0:
-                        c_low = c
-                        e_low = e
-                for half in tl.static_range(2):
-                    if half == 0:
-                        c_high = c
-                        e_high = e
-                        c = c_low
-                        e = e_low
-                    else:
-                        c = c_high
-                        e = e_high
-                    # 2^99 * 2^99 = 2^120 of an E4M3 pattern read as fp32, times 2^126 of an E2M1 pattern, times 2^-48.
-                    f = ((e.to(tl.int32) & 127) << 20).to(tl.float32, bitcast=True) * 6.338253001141147e29 * 6.338253001141147e29
-                    f = f[:, :, None]
-                    if PACKED:
-                        k0, k1, k2, k3 = tl.inline_asm_elementwise(
-                            FP4, "=&r,=&r,=&r,=&r,r,r", [c, f.to(tl.bfloat16)],
-                            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-                        )  # fmt: skip
-                    else:
-                        c = c.to(tl.int32)
-                        k0 = (((c << 22) & 0x01C00000) | ((c << 28) & -2147483648)).to(tl.float32, bitcast=True) * f
-                        k1 = (((c << 18) & 0x01C00000) | ((c << 24) & -2147483648)).to(tl.float32, bitcast=True) * f
-                        k2 = (((c << 14) & 0x01C00000) | ((c << 20) & -2147483648)).to(tl.float32, bitcast=True) * f
-                        k3 = (((c << 10) & 0x01C00000) | ((c << 16) & -2147483648)).to(tl.float32, bitcast=True) * f
-                    k = tl.join(tl.join(k0.to(DOT), k2.to(DOT)), tl.join(k1.to(DOT), k3.to(DOT)))
-                    k = tl.permute(tl.reshape(k, [WP // 8, BK, 2, 2, 4]), (1, 0, 2, 4, 3))
-                    k = tl.reshape(k, [BK, WP * 2])
-                    if tl.float32 != DOT:
-                        k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [k], dtype=tl.bfloat16, is_pure=False, pack=2)
-                    if half == 0:
-                        k_low = k
-                        score = tl.dot(query, tl.trans(k))
-                    else:
-                        score = tl.dot(query_high, tl.trans(k), score)
-                block = tl.load(table + s * max_blocks + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+                end = tl.minimum(end, begin + tiles)
+            for tile in tl.range(begin, end, num_stages=1, disable_licm=True):
+                key = lowest + tile * BK + tl.arange(0, BK)
+                seen = key <= here
+                c_low, e_low = near_codes(ring, fresh, key, here, first, fresh_row, 0, D, WP, W, RB, BK)  # both are on their way before
+                c_high, e_high = near_codes(ring, fresh, key, here, first, fresh_row, 1, D, WP, W, RB, BK)  # the first is decoded
+                k_low = near_keys(c_low, e_low, WP, BK, PACKED, FP8, DOT)
+                score = tl.dot(query, tl.trans(k_low))
+                k_high = near_keys(c_high, e_high, WP, BK, PACKED, FP8, DOT)
+                score = tl.dot(query_high, tl.trans(k_high), score)
                 score = tl.where(seen[None, :], score, float("-inf"))
                 above = tl.maximum(top, tl.max(score, 1))
                 p = tl.exp2((score - above[:, None]) * scale)
@@ -300,7 +224,35 @@ def load(interpreted: bool) -> SimpleNamespace:
                     p = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
                 p = p.to(DOT)
                 o = tl.dot(p, k_low, o * decay[:, None])
-                o_high = tl.dot(p, k, o_high * decay[:, None])
+                o_high = tl.dot(p, k_high, o_high * decay[:, None])
+
+            if TOPK > 0:
+                end = tl.cdiv(far, BK)
+                if SPLITS > 1:
+                    end = tl.minimum(end, begin + tiles - NEAR)
+                for tile in tl.range(tl.maximum(begin - NEAR, 0), end, num_stages=STAGES, disable_licm=True):
+                    seen = entry >= 0
+                    c_low, e_low = far_codes(pool, codes, scales, block, entry, 0, D, WP, PER_BLOCK, BLOCK_BYTES)
+                    c_high, e_high = far_codes(pool, codes, scales, block, entry, 1, D, WP, PER_BLOCK, BLOCK_BYTES)
+                    t = tile * BK + BK + lanes
+                    entry = tl.load(selected + row * TOPK + t, mask=t < far, other=-1)
+                    k_low = far_keys(c_low, e_low, WP, BK, PACKED, FP4, DOT)
+                    score = tl.dot(query, tl.trans(k_low))
+                    k_high = far_keys(c_high, e_high, WP, BK, PACKED, FP4, DOT)
+                    score = tl.dot(query_high, tl.trans(k_high), score)
+                    block = tl.load(table + s * max_blocks + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+                    score = tl.where(seen[None, :], score, float("-inf"))
+                    above = tl.maximum(top, tl.max(score, 1))
+                    p = tl.exp2((score - above[:, None]) * scale)
+                    decay = tl.exp2((top - above) * scale)
+                    total = total * decay + tl.sum(p, 1)
+                    top = above
+                    if tl.float32 == DOT:
+                        bits = p.to(tl.int32, bitcast=True)
+                        p = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+                    p = p.to(DOT)
+                    o = tl.dot(p, k_low, o * decay[:, None])
+                    o_high = tl.dot(p, k_high, o_high * decay[:, None])
 
         top *= scale
         z = tl.load(sink + head, mask=alive, other=0.0) * 1.4426950408889634
@@ -312,16 +264,22 @@ def load(interpreted: bool) -> SimpleNamespace:
             tl.store(part + mine[:, None] * D + dim[None, :], o, mask=live)
             tl.store(part + WP * 2 + mine[:, None] * D + dim[None, :], o_high, mask=live_high)
             tl.debug_barrier()
-            meeting = arrived + row * tl.num_programs(2) + tl.program_id(2)
+            meeting = arrived + 2 * (row * tl.num_programs(2) + tl.program_id(2))
             before = tl.atomic_add(meeting, 1, sem="acq_rel")
-        if SPLITS == 1 or before == SPLITS - 1:
+        if SPLITS == 1 or before >= SPLITS - HELPERS:
+            helper = 0
             if SPLITS > 1:
-                tl.store(meeting, 0)  # for the next launch
+                helper = before - (SPLITS - HELPERS)
+                seen_parts = before + 1
+                while seen_parts < SPLITS:  # those that this waits for are among the last too, so they run or will
+                    seen_parts = tl.atomic_add(meeting, 0, sem="acq_rel")
                 tl.debug_barrier()
-            for run in tl.range(0, HP // HJ, num_stages=1):  # a name that was used above must keep its type in here
+            for run in tl.range(0, (SHARE + HJ - 1) // HJ, num_stages=1):  # a name that was used above must keep its type in here
                 lane = run * HJ + tl.arange(0, HJ)
+                share = lane < SHARE
+                lane += helper * SHARE
                 ours = tl.program_id(2) * HB + lane
-                there = (lane < HB) & (ours < H)
+                there = share & (lane < HB) & (ours < H)
                 if SPLITS > 1:  # nothing between these loads waits for another, so they are all under way together
                     sunk = tl.load(sink + ours, mask=there, other=0.0) * 1.4426950408889634
                     highest = sunk
@@ -369,5 +327,10 @@ def load(interpreted: bool) -> SimpleNamespace:
                         tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + target, bits, mask=wanted)
                     else:
                         tl.store(out + target, y.to(DOT), mask=wanted)
+            if SPLITS > 1:
+                done = tl.atomic_add(meeting + 1, 1, sem="acq_rel")
+                if done == HELPERS - 1:  # for the next launch
+                    tl.store(meeting, 0)
+                    tl.store(meeting + 1, 0)
 
     return SimpleNamespace(attend=attend, tl=tl)

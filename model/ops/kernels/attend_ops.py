@@ -14,11 +14,13 @@ from torch import Tensor
 
 from forebay.model.config import MAIN_KV_GROUP, QUANT_GROUP
 from forebay.model.ops.kernels import attend as kernels
-from forebay.model.ops.kernels.moe_ops import Meeting
+from forebay.model.ops.kernels import dependent
+from forebay.model.ops.kernels.moe_ops import Meeting, processors
 
 PROCESSORS = 132  # of an H200
 MAX_HEADS = 64
 MAX_SPLITS = 16
+HELPERS = 4  # programs of a row's heads that join its parts together
 WIDE_DIM, WIDE_HEADS = 512, 32  # what the kernel for many rows is for: this dimension, and more heads than these
 
 
@@ -67,7 +69,7 @@ class Scratch(NamedTuple):
 
     Attributes:
         values: [n, splits, heads, dim] fp32, tops and sums: [n, splits, heads] fp32, the parts.
-        arrived: [n * runs of heads] int32 counters, zero between launches.
+        arrived: [2 * n * runs of heads] int32 counters, zero between launches.
     """
 
     values: Tensor
@@ -156,7 +158,7 @@ def scratch(rows: int, heads: int, dim: int, splits: int, device: torch.device |
     """Working memory of `attend` for a plan with so many splits; None when it needs none."""
     if splits == 1:
         return None
-    return borrowed(Meeting(rows * splits * heads * (dim + 2), rows * heads, device), rows, heads, dim, splits)
+    return borrowed(Meeting(rows * splits * heads * (dim + 2), 2 * rows * heads, device), rows, heads, dim, splits)
 
 
 def borrowed(meeting: Meeting, rows: int, heads: int, dim: int, splits: int) -> Scratch | None:
@@ -168,7 +170,7 @@ def borrowed(meeting: Meeting, rows: int, heads: int, dim: int, splits: int) -> 
     if splits == 1:
         return None
     size, shape = rows * splits * heads, (rows, splits, heads)
-    meeting.check(size * (dim + 2), rows * heads)
+    meeting.check(size * (dim + 2), 2 * rows * heads)
     values, tops, sums = meeting.partial[: size * (dim + 2)].split((size * dim, size, size))
     return Scratch(values.view(*shape, dim), tops.view(shape), sums.view(shape), meeting.arrived)
 
@@ -184,7 +186,8 @@ def attend(
     of `fresh`, before that row j % W of the sequence's ring. Entries behind the first i + 1 of a row's list are not looked at, as there are
     no more. A row at position -1 gives zeros.
 
-    Launches one kernel with a grid that depends on shapes alone. Results do not depend on the order in which its programs end.
+    Launches one kernel with a grid that depends on shapes alone. Results do not depend on the order in which its programs end. On a GPU it
+    reads all but q while the kernel launched right before it still runs (`dependent`), which must therefore not be one that writes these.
 
     Floor: a row reads topk * (D/2 + D/16) + W * (D + D/32) bytes of keys and 4 * H * D of q and out: 345 KB for 512 + 128 keys, 64 heads
     and D = 512; 0.08 us a row at 4.2 TB/s, and 84 MFLOP, 0.11 us at 786 TFLOP/s.
@@ -228,7 +231,7 @@ def attend(
                 n, q, out, rows.turn, sink, rows.position, rows.span, rows.start, rows.offset, rows.floor, rows.slot, rows.table,
                 some.selected, rings, fresh, some.pool, some.codes, some.scales, scale * 2.0**48 * math.log2(math.e),
                 rings.stride(0), rows.table.shape[1], H=heads, R=turned, W=window, RB=row_bytes, TOPK=topk, PER_BLOCK=some.per_block,
-                BLOCK_BYTES=some.pool.stride(0), ROTATE=rotate, REGISTERS=192, AHEAD=2, LATE=False, num_warps=4,
+                BLOCK_BYTES=some.pool.stride(0), ROTATE=rotate, REGISTERS=192, AHEAD=2, num_warps=4,
             )  # fmt: skip
             return
         split = plan(n, heads, dim, window, topk, wide=False)
@@ -237,15 +240,23 @@ def attend(
     values, tops, sums, arrived = (rows.turn, rows.turn, rows.turn, rows.span) if parts is None else parts
     count = min(split.heads or heads, heads)
     padded, words = max(16, _power(count)), max(16, _power(dim // 4))
-    joined = min(padded, 64 if split.splits <= 2 else 32 if split.splits <= 4 else 16)  # more would not fit in registers
-    k.attend[(n, split.splits, -(-heads // count))](
+    # Those who wait for each other must all find room at once.
+    runs = -(-heads // count)
+    waiting = split.splits > 1 and not interpreted and n * split.splits * runs <= processors(q.device)
+    helpers = min(HELPERS, split.splits) if waiting else 1
+    share = -(-count // helpers)
+    joined = min(padded if helpers == 1 else _power(share), 64 if split.splits <= 2 else 32 if split.splits <= 4 else 16)  # by registers
+    k.attend[(n, split.splits, runs)](
         q, out, values, tops, sums, arrived, rows.turn, sink,
         rows.position, rows.span, rows.start, rows.offset, rows.floor, rows.slot, rows.table, some.selected, rings, fresh, some.pool,
         some.codes, some.scales, scale * 2.0**48 * math.log2(math.e), rings.stride(0), rows.table.shape[1], split.tiles,
         H=heads, HB=count, HP=padded, HJ=joined, D=dim, WP=words, R=turned, W=window, RB=row_bytes,
         TOPK=topk, PER_BLOCK=some.per_block, BLOCK_BYTES=some.pool.stride(0), BK=split.tile, SPLITS=split.splits,
         ROTATE=rotate, PACKED=split.packed and not interpreted, FP4=kernels.FP4_PAIRS, FP8=kernels.FP8_PAIRS, STAGES=split.stages,
-        DOT=k.tl.float32 if interpreted else k.tl.bfloat16, num_warps=split.warps if words == 128 else 4, num_stages=2,
+        DOT=k.tl.float32 if interpreted else k.tl.bfloat16,
+        HELPERS=helpers, SHARE=share if helpers > 1 else padded, LONE=split.splits > 1 and split.tiles == 1,
+        num_warps=split.warps if words == 128 else 4, num_stages=2,
+        **dependent.load(interpreted).OPTIONS,
     )  # fmt: skip
 
 

@@ -101,7 +101,6 @@ def _shrunk(o, decay):
 def _multiply(
     HALF: gl.constexpr, n, q, out, turn, sink, position, span, floor, scale, qs, ks, ps, bias, tops, sums, full, empty, told, ready,
     H: gl.constexpr, R: gl.constexpr, W: gl.constexpr, TOPK: gl.constexpr, ROTATE: gl.constexpr,
-    LATE: gl.constexpr,
 ):  # fmt: skip
     """Group HALF: channels HALF_D * HALF on, and scores of every second tile from the HALF-th on."""
     head = gl.arange(0, HP, gl.SliceLayout(1, ROWS))
@@ -128,8 +127,6 @@ def _multiply(
         for _ in range((reach[3] + reach[4]) // 2):
             phase = t & 1
             mbarrier.wait(full.index(HALF), phase)
-            if LATE:
-                fence_async_shared()
             if HALF == 1:
                 mbarrier.wait(told.index(2), phase)
             zero = gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [t], dtype=gl.int32, is_pure=True, pack=1)
@@ -185,9 +182,10 @@ def _multiply(
         top = top * scale
         mbarrier.wait(ready.index(1), rows & 1)
         total += sums.index(1 - HALF).load(gl.SliceLayout(1, SCORE))
-        above = gl.maximum(top, z)
-        decay = gl.exp2(top - above)
-        factor = decay * 281474976710656.0 / (total * decay + gl.exp2(z - above))
+        # Not by a common maximum: `top` is a product, and fused with the subtraction of its own rounded value it leaves what was rounded
+        # away, which for large scores is no small number.
+        decay = gl.exp2(gl.minimum(top - z, 0.0))
+        factor = decay * 281474976710656.0 / (total * decay + gl.exp2(gl.minimum(z - top, 0.0)))
         qs.index(HALF).store(_shrunk(o, factor).to(gl.bfloat16))
         barrier()
         x = qs.index(HALF).load(ROWS)
@@ -286,7 +284,7 @@ def _entry_words(entry, block, coded, scaled, PER_BLOCK: gl.constexpr, BLOCK_BYT
 def _decode(
     n, position, span, start, offset, floor, slot, table, selected, rings, fresh, pool, codes, scales, slot_stride, max_blocks,
     ks, bias, full, empty, W: gl.constexpr, RB: gl.constexpr, TOPK: gl.constexpr, PER_BLOCK: gl.constexpr, BLOCK_BYTES: gl.constexpr,
-    AHEAD: gl.constexpr, LATE: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     coded, scaled = (pool + codes).to(gl.pointer_type(gl.int32), bitcast=True), pool + scales
     t = gl.program_id(0) * 0  # tiles so far
@@ -324,8 +322,7 @@ def _decode(
                 w1, x1 = _window_words(ring, place, 1)
                 _decode_window(w0, x0, _part(ks, stage * 2, sub))
                 _decode_window(w1, x1, _part(ks, stage * 2 + 1, sub))
-            if not LATE:
-                fence_async_shared()
+            fence_async_shared()
             barrier()
             mbarrier.arrive(full.index(stage), count=1)
             t += 1
@@ -352,8 +349,7 @@ def _decode(
                         d0, d1, f0, f1 = n0, n1, m0, m1
                     else:
                         c0, c1, e0, e1 = n0, n1, m0, m1
-                if not LATE:
-                    fence_async_shared()
+                fence_async_shared()
                 barrier()
                 mbarrier.arrive(full.index(stage), count=1)
                 t += 1
@@ -365,13 +361,10 @@ def attend_wide(
     slot_stride, max_blocks,
     H: gl.constexpr, R: gl.constexpr, W: gl.constexpr, RB: gl.constexpr, TOPK: gl.constexpr, PER_BLOCK: gl.constexpr,
     BLOCK_BYTES: gl.constexpr, ROTATE: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
 ):  # fmt: skip
     """Rows program_id(0), and every num_programs(0)-th from there.
 
-    Multiplying warps have REGISTERS each thread. Entries are read AHEAD, 1 or 2, steps before they are decoded. Decoded keys are made
-    visible to the tensor cores by the warps that decode them, which then wait for all that they are reading, or, LATE, by those that
-    multiply.
+    Multiplying warps have REGISTERS each thread. Entries are read AHEAD, 1 or 2, steps before they are decoded.
     """
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, HP, HALF_D], TILE)
     ks = gl.allocate_shared_memory(gl.bfloat16, [4, BK, HALF_D], TILE)  # halves of two tiles
@@ -394,11 +387,11 @@ def attend_wide(
     gl.warp_specialize(
         [
             (_decode, (n, position, span, start, offset, floor, slot, table, selected, rings, fresh, pool, codes, scales, slot_stride,
-                       max_blocks, ks, bias, full, empty, W, RB, TOPK, PER_BLOCK, BLOCK_BYTES, AHEAD, LATE)),
+                       max_blocks, ks, bias, full, empty, W, RB, TOPK, PER_BLOCK, BLOCK_BYTES, AHEAD)),
             (_multiply, (gl.constexpr(0), n, q, out, turn, sink, position, span, floor, scale, qs, ks, ps, bias, tops, sums, full, empty,
-                         told, ready, H, R, W, TOPK, ROTATE, LATE)),
+                         told, ready, H, R, W, TOPK, ROTATE)),
             (_multiply, (gl.constexpr(1), n, q, out, turn, sink, position, span, floor, scale, qs, ks, ps, bias, tops, sums, full, empty,
-                         told, ready, H, R, W, TOPK, ROTATE, LATE)),
+                         told, ready, H, R, W, TOPK, ROTATE)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -12,22 +12,38 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
-from forebay.model.ops.kernels import fragments, streams
+from forebay.model.ops.kernels import dependent, fragments, streams
+
+# Two integers of two or four bf16 each -> pairs of their first, their second and so on.
+PAIRS_OF_2 = """{
+prmt.b32 $0, $2, $3, 0x5410;
+prmt.b32 $1, $2, $3, 0x7632;
+}"""
+PAIRS_OF_4 = """{
+.reg .b32 a, b, c, d;
+mov.b64 {a, b}, $4;
+mov.b64 {c, d}, $5;
+prmt.b32 $0, a, c, 0x5410;
+prmt.b32 $1, a, c, 0x7632;
+prmt.b32 $2, b, d, 0x5410;
+prmt.b32 $3, b, d, 0x7632;
+}"""
 
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
-    """The language, its `jit` and the helpers, by name; `interpreted` is whether TRITON_INTERPRET is set."""
+    """The language, its `jit`, the helpers and `dependent`'s `_await`, by name; `interpreted` is whether TRITON_INTERPRET is set."""
     global tl, gl, mma, copying, barrier, sliced, _add
-    global _bf16, _round_fp8, _sigmoid, _range, _to, _zeros, _barrier, _running, _dot, _part
-    global _plain, _ring, _copy, _commit, _wait, _take, _spread, _axis
+    global _bf16, _round_fp8, _sigmoid, _range, _to, _zeros, _barrier, _running, _dot, _part, _parts2, _parts4, TWO, FOUR
+    global _plain, _folded, _halves, _ring, _copy, _commit, _wait, _take, _spread, _axis, _await
     import triton
     import triton.language as tl
 
     jit = triton.jit
     streams.load(interpreted)
+    _await = dependent.load(interpreted)._await_gluon
     _bf16, _round_fp8, _sigmoid = streams._bf16, streams._round_fp8, streams._sigmoid
-    sliced, of_scales = triton.constexpr_function(fragments.sliced), triton.constexpr_function(fragments.of_scales)
+    sliced, of_scales, of_eights = (triton.constexpr_function(f) for f in (fragments.sliced, fragments.of_scales, fragments.of_eights))
     if not interpreted:
         from triton.experimental import gluon
         from triton.experimental.gluon import language as gl
@@ -35,6 +51,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma
 
         tl, jit = gl, gluon.jit
+        TWO, FOUR = gl.constexpr(PAIRS_OF_2), gl.constexpr(PAIRS_OF_4)
         _bf16, _round_fp8, _sigmoid = jit(_bf16.fn), jit(_round_fp8.fn), jit(_sigmoid.fn)
         barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
@@ -71,9 +88,24 @@ def load(interpreted: bool) -> SimpleNamespace:
             return ((v >> (16 * i)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
         @jit
+        def _parts2(v):
+            """Both bf16 of an int32, as factors."""
+            return _part(v, 0), _part(v, 1)
+
+        @jit
+        def _parts4(v):
+            """The four bf16 of an int64, as factors."""
+            return _part(v, 0), _part(v, 1), _part(v, 2), _part(v, 3)
+
+        @jit
         def _plain(v):
             """bf16 as a factor."""
             return v.to(tl.float32)
+
+        @jit
+        def _halves(x):
+            """The first and the second half of a table's rows."""
+            return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), [1, 2, 0]))
 
         @jit
         def _ring(STAGES: tl.constexpr, KW: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
@@ -129,12 +161,20 @@ def load(interpreted: bool) -> SimpleNamespace:
             return mma(a, b, acc)
 
         @jit
-        def _part(v, i: tl.constexpr):
-            return (v >> (16 * i)).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        def _parts2(v):
+            return gl.inline_asm_elementwise(TWO, "=&r,=&r,r,r", args=[v], dtype=(gl.bfloat16,) * 2, is_pure=True, pack=2)
+
+        @jit
+        def _parts4(v):
+            return gl.inline_asm_elementwise(FOUR, "=&r,=&r,=&r,=&r,l,l", args=[v], dtype=(gl.bfloat16,) * 4, is_pure=True, pack=2)
 
         @jit
         def _plain(v):
             return v
+
+        @jit
+        def _halves(x):
+            return gl.split(gl.permute(gl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), [1, 2, 0]))
 
         @jit
         def _ring(STAGES: tl.constexpr, KW: tl.constexpr, M: tl.constexpr, C: tl.constexpr):
@@ -175,8 +215,13 @@ def load(interpreted: bool) -> SimpleNamespace:
                 x = tl.expand_dims(x, a)
         return x
 
+    @jit
+    def _folded(x, shape: tl.constexpr, LAYOUT: tl.constexpr):
+        """The same elements, in order, as a tensor of another shape."""
+        return _to(tl.reshape(x, shape), LAYOUT)
+
     names = (
-        "_bf16", "_round_fp8", "_sigmoid", "_range", "_to", "_zeros", "_barrier", "_running", "_dot", "_part", "_plain", "_ring",
-        "_copy", "_commit", "_wait", "_take", "_spread", "_axis",
+        "_bf16", "_round_fp8", "_sigmoid", "_range", "_to", "_zeros", "_barrier", "_running", "_dot", "_parts2", "_parts4", "_plain",
+        "_folded", "_halves", "_ring", "_copy", "_commit", "_wait", "_take", "_spread", "_axis", "_await",
     )  # fmt: skip
-    return SimpleNamespace(tl=tl, jit=jit, of_scales=of_scales, **{name: globals()[name] for name in names})
+    return SimpleNamespace(tl=tl, jit=jit, of_scales=of_scales, of_eights=of_eights, **{name: globals()[name] for name in names})

@@ -62,15 +62,15 @@ def layouts(interpreted: bool, mw: int, m: int, n: int) -> WideLayouts:
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set."""
     global tl, gl, mma, PAIRS, _pool, _pairs, _product
-    global _axis, _barrier, _bf16, _commit, _copy, _e4m3, _power, _ring, _round_fp8, _short_power, _take, _to
+    global _await, _axis, _barrier, _bf16, _commit, _copy, _e4m3, _power, _ring, _round_fp8, _short_power, _take, _to
     global _total, _wait, _zeros, of_scales
     found = skinny.load(interpreted)
     tl, jit = found.tl, found.jit
     (
-        _axis, _barrier, _bf16, _commit, _copy, _e4m3, _power, _ring, _round_fp8, _short_power, _take, _to,
+        _await, _axis, _barrier, _bf16, _commit, _copy, _e4m3, _power, _ring, _round_fp8, _short_power, _take, _to,
         _total, _wait, _zeros, of_scales,
     ) = attrgetter(
-        "_axis", "_barrier", "_bf16", "_commit", "_copy", "_e4m3", "_power", "_ring", "_round_fp8", "_short_power",
+        "_await", "_axis", "_barrier", "_bf16", "_commit", "_copy", "_e4m3", "_power", "_ring", "_round_fp8", "_short_power",
         "_take", "_to", "_total", "_wait", "_zeros", "of_scales",
     )(found)  # fmt: skip
     PAIRS = tl.constexpr(E4M3_PAIRS)
@@ -146,11 +146,12 @@ def load(interpreted: bool) -> SimpleNamespace:
         for s in tl.static_range(STAGES - 1):
             at = begin + s
             _copy(ring, s, codes + s * 32 + where, (tile + wrow < O) & (chunk < K // 16 - at * 4) & (s < STEPS) & (where >= 0))
+        scale = tl.load(scales + swhere, mask=(tile + srow < O) & (schunk < K // 16 - begin * 4), other=127)
+        _await()
         for s in tl.static_range(STAGES - 1):
             at = begin + s
             _copy(pool, s, x + s * 64 + xwhere, (row < n) & (dim < K - at * 64) & (s < STEPS))
             _commit()
-        scale = tl.load(scales + swhere, mask=(tile + srow < O) & (schunk < K // 16 - begin * 4), other=127)
         for i in range(STEPS):
             at = begin + i
             next_scale = tl.load(

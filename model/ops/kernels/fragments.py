@@ -45,6 +45,40 @@ def layouts(interpreted: bool, kw: int, mw: int, m: int, c: int, n: int) -> Layo
     return Layouts(weights, inputs, sums, gl.SliceLayout(0, sums))
 
 
+class Outputs(NamedTuple):
+    """Of sums on their way out, when every thread has a few."""
+
+    parts: Any = None  # [KW, M, N], what is to be added up in one thread
+    totals: Any = None  # [M, N], or where the M rows are two halves, [M / 2, N]
+
+
+@cache
+def outputs(interpreted: bool, kw: int, mw: int, m: int, n: int, pair: bool) -> Outputs:
+    """For sums of `layouts`. Lanes have pairs of rows of a group of 32, so that such a group is within a warp, and warps have columns."""
+    if interpreted:
+        return Outputs()
+    from triton.experimental.gluon import language as gl
+
+    def bits(size: int) -> int:
+        return size.bit_length() - 1
+
+    rows, half = bits(m), bits(m) - pair
+    columns = [[0, 1 << bit] for bit in range(bits(n))]
+    lanes = [[1 << bit, 0] for bit in range(1, min(half, 5))]
+    lanes, columns = lanes + columns[: 5 - len(lanes)], columns[5 - len(lanes) :]
+    warps = (columns + [[0, 0]] * bits(kw * mw))[: bits(kw * mw)]
+    registers = [[1, 0], *columns[bits(kw * mw) :], *([1 << bit, 0] for bit in range(5, half))]
+
+    def wider(bases: list[list[int]]) -> list[list[int]]:
+        return [[0, *basis] for basis in bases]
+
+    parts = gl.DistributedLinearLayout(
+        reg_bases=[*wider(registers), *([0, 1 << bit, 0] for bit in range(half, rows)), *([1 << bit, 0, 0] for bit in range(bits(kw)))],
+        lane_bases=wider(lanes), warp_bases=wider(warps), block_bases=[], shape=[kw, m, n],
+    )  # fmt: skip
+    return Outputs(parts, gl.DistributedLinearLayout(registers, lanes, warps, [], [1 << half, n]))
+
+
 @cache
 def table(interpreted: bool, rows: int, columns: int, warps: int, wide: int) -> Any:
     """The layout of a table with `rows` lanes of a warp along the rows and runs of `wide` columns in a thread; `columns` = 0 for a list."""
@@ -69,10 +103,25 @@ def sliced(axis: int, rank: int, layout: Any) -> Any:
     return layout
 
 
+def of_eights(layout: Any) -> Any:
+    """The layout of weights whose rows are two axes, the second of eight rows (which lanes have)."""
+    if layout is None:
+        return None
+    from triton.experimental.gluon import language as gl
+
+    def split(bases: list[list[int]]) -> list[list[int]]:
+        return [[a, b // 8, b % 8, c, d] for a, b, c, d in bases]
+
+    kw, m, c, e = layout.shape
+    return gl.DistributedLinearLayout(
+        split(layout.reg_bases), split(layout.lane_bases), split(layout.warp_bases), [], [kw, m // 8, 8, c, e]
+    )  # fmt: skip
+
+
 def of_scales(layout: Any) -> Any:
     """The layout of one scale for each chunk of weights."""
     if layout is None:
         return None
     from triton.experimental.gluon import language as gl
 
-    return gl.SliceLayout(3, layout)
+    return gl.SliceLayout(len(layout.shape) - 1, layout)

@@ -2,7 +2,7 @@
 
 Keys stay packed: a byte holds two channels, the even one low. With three bits of an E2M1 code at bits 4..2 of a byte and its sign at bit 7,
 the byte is the E4M3 number of 2^-6 the value, the smallest code (0.5, of exponent field 0 in both formats) included; so eight codes become
-eight operands of the FP8 tensor cores by seven integer operations. Slots of a group of 32 channels: the 16 even ones, then the 16 odd ones.
+eight operands of the FP8 tensor cores by six integer operations. Slots of a group of 32 channels: the 16 even ones, then the 16 odd ones.
 Queries are kept as E5M2 in that order, relative to a power of two of each head.
 
 A product is taken per group of 32 channels, and the key's scale is applied to its sum in fp32. All products of a group are multiples of
@@ -22,14 +22,18 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import dependent
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
     global tl, triton, near, group_codes, group_dot, first_of, head_sum, row_scores, halves, key_codes, key_scales
-    global quarters, paged, fetch, query_groups, head_weights, put
+    global quarters, paged, fetch, query_groups, head_weights, put, _await
     import triton
     import triton.language as tl
+
+    _await = dependent.load(interpreted)._await
 
     @triton.jit
     def near(x):
@@ -47,12 +51,13 @@ def load(interpreted: bool) -> SimpleNamespace:
         channel = group * 32 + inside
         at = row * H * D + head * D + channel
         live = head < H
-        x = tl.load(q + at, mask=live, other=0.0).to(tl.float32)
-        other = tl.load(q + row * H * D + head * D + (channel ^ 1), mask=live, other=0.0).to(tl.float32)
         turned = channel >= D - W
         place = row * W + (channel - (D - W)) // 2
         c = tl.load(turn + place, mask=turned, other=1.0)
         s = tl.load(turn + place + W // 2, mask=turned, other=0.0)
+        _await()
+        x = tl.load(q + at, mask=live, other=0.0).to(tl.float32)
+        other = tl.load(q + row * H * D + head * D + (channel ^ 1), mask=live, other=0.0).to(tl.float32)
         s = tl.where(channel % 2 == 0, -s, s)
         x = tl.where(turned, near(x * c + other * s), x)
         top = tl.maximum(tl.max(tl.abs(x), 2, keep_dims=True), 7.052966104933725e-38) * 0.16666667163372040  # 6 * 2^-126 at least
@@ -105,13 +110,12 @@ def load(interpreted: bool) -> SimpleNamespace:
                 """
                 {
                 .reg .b32 a, b;
-                shl.b32 a, $2, 4;
-                shl.b32 b, $2, 2;
-                and.b32 b, b, 0x1c1c1c1c;
-                lop3.b32 $0, a, 0x80808080, b, 0xea;
-                shr.b32 b, $2, 2;
-                and.b32 b, b, 0x1c1c1c1c;
-                lop3.b32 $1, $2, 0x80808080, b, 0xea;
+                and.b32 b, $2, 0x88888888;
+                shl.b32 a, $2, 2;
+                shl.b32 $0, b, 4;
+                lop3.b32 $0, a, 0x1c1c1c1c, $0, 0xe2;
+                shr.b32 a, $2, 2;
+                lop3.b32 $1, a, 0x1c1c1c1c, b, 0xe2;
                 }
                 """,
                 "=&r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
@@ -345,7 +349,7 @@ def load(interpreted: bool) -> SimpleNamespace:
             best = tl.where((run == (mine - 1) // SIZE) & (run * SIZE < mine), float("inf"), best)
             tl.store(maxima + each * maxima_stride + run, best.to(tl.bfloat16), mask=(run * SIZE < columns) & some)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])
     def scan(
         q, weights, codes, scales, table, tile_first, tile_rows, span, visible, out, maxima,
         code_block, scale_block, table_stride, out_stride, maxima_stride, columns, count,
@@ -369,6 +373,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         total_pieces = tl.sum(parts, 0).to(tl.int64)
         piece = (total_pieces * tl.program_id(0) // tl.num_programs(0)).to(tl.int32)
         stop = (total_pieces * (tl.program_id(0) + 1) // tl.num_programs(0)).to(tl.int32)
+        _await()
         while piece < stop:
             tile = tl.sum(tl.where(ends <= piece, 1, 0), 0)
             here = tiles == tile
@@ -407,19 +412,21 @@ def load(interpreted: bool) -> SimpleNamespace:
         """BK columns of the one row of a tile: column c is entry blocks[row, c // SIZE] * SIZE + c % SIZE; grid (columns / BK, tiles)."""
         tile = tl.program_id(1)
         row = tl.load(tile_first + tile).to(tl.int64)
-        if tl.load(tile_rows + tile) > 0:
-            mine = tl.load(visible + row)
-            column = tl.program_id(0) * BK + tl.arange(0, BK)
-            block = tl.load(blocks + row * block_stride + column // SIZE, mask=column < columns, other=-1)
-            entry = block * SIZE + column % SIZE
-            there = (block >= 0) & (entry < mine)
+        many = tl.load(tile_rows + tile)
+        mine = tl.load(visible + row, mask=many > 0, other=0)
+        line = tl.load(span + row, mask=many > 0, other=0).to(tl.int64)
+        column = tl.program_id(0) * BK + tl.arange(0, BK)
+        block = tl.load(blocks + row * block_stride + column // SIZE, mask=column < tl.where(many > 0, columns, 0), other=-1)
+        entry = block * SIZE + column % SIZE
+        there = (block >= 0) & (entry < mine)
+        page = tl.load(table + line * table_stride + entry // ENTRIES, mask=there, other=0).to(tl.int64)
+        inside = tl.where(there, entry % ENTRIES, 0)  # of block 0 where there is none
+        p0, p1, p2, p3 = key_codes(codes, page * code_block + inside * CODE_ROW, D, BK, SPLIT)
+        s0, s1, s2, s3 = key_scales(scales, page * scale_block + inside * SCALE_ROW, D, WORD)
+        _await()
+        if many > 0:
             total = tl.zeros([BK], tl.float32)
             if tl.max(there.to(tl.int32), 0) > 0:
-                pages = table + tl.load(span + row).to(tl.int64) * table_stride
-                page = tl.load(pages + entry // ENTRIES, mask=there, other=0).to(tl.int64)
-                inside = tl.where(there, entry % ENTRIES, 0)
-                p0, p1, p2, p3 = key_codes(codes, page * code_block + inside * CODE_ROW, D, BK, SPLIT)
-                s0, s1, s2, s3 = key_scales(scales, page * scale_block + inside * SCALE_ROW, D, WORD)
                 q0, q1, q2, q3 = query_groups(q, row, row + 1, H, HP, D, 1, FP8, ASM)
                 weight = head_weights(q, weights, row, row + 1, H, HP, D, 1, FP8, ASM)
                 scores = row_scores(p0, p1, p2, p3, s0, s1, s2, s3, q0, q1, q2, q3, weight, D, BK, HP, 1, FP8, ASM)

@@ -4,9 +4,10 @@ References: `ops.rope.rotate` then `ops.formats.index_round` for queries, `ops.i
 scores. Sums over channels and over heads are taken in a fixed order that is not the reference's, so a score may be one ulp of bf16 off
 where an fp32 sum lies next to a tie; it does not depend on how many keys or rows are scored.
 
-Measured on an H200 (2026-11-30, 32 heads of 128): 1M keys of one row 29 us out of a graph of repeats and 34 us after a buffer was written
-(a kernel that only reads the same pages took 20 and 28 us); 64 rows over 64K keys 80 us. The scan of one row is bound by its instructions,
-440 of one thread for 128 keys, and the waiting between them: on pages that stay in the L2 cache it took 28.5 us.
+Measured on an H200 (2026-11-30, 32 heads of 128), twice: 1M keys of one row 22.5 and 23.3 us out of a graph of repeats; 27.3 and 27.2
+after the L2 cache was filled by reading, and 29.9 and 29.3 after it was filled by writing, since it is written back meanwhile. A kernel
+that only copies the same pages took 19.0, 22.3 and 28.2, one that does nothing 1.1, 3.4 and 3.0. 64 rows over 16K keys each: 23.8, 28.7 and
+31.2. 64 rows over the same 64K keys: 80 in a graph (before its keys were unpacked by six operations instead of seven).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from forebay.model.ops.kernels import index
+from forebay.model.ops.kernels import dependent, index
 
 QUERY_PAD = 16  # bytes behind the codes of a head: its power of two, fp32, and room that keeps heads aligned
 
@@ -49,19 +51,20 @@ class Tuning:
     copy: bool = True
 
 
-LONE = Tuning(programs=3, registers=168)  # for tiles of one row
+@dataclass(frozen=True)
+class Paged:
+    """How `index_lone` cuts a scan, in words of `Tuning`. keys: 64 or 128, a page at most. stages: pieces that are copied ahead."""
+
+    keys: int = 128
+    programs: int = 3
+    stages: int = 3
+    registers: int = 168
+
+
+PAGED = {128: Paged(), 64: Paged(keys=64, programs=4, registers=128)}  # by entries of a page
+LONE = Tuning(programs=3, registers=168)  # for tiles of one row where that kernel cannot be used
 SHARED = Tuning(keys=64, stages=3)  # for tiles of several
 CANDIDATES = Tuning()
-
-
-def tuning_space() -> list[Tuning]:
-    """Candidates for a sweep on a device."""
-    cuts = ((64, 5, 4, 96), (128, 3, 4, 168), (128, 4, 4, 128), (256, 2, 8, 128))  # keys, programs, warps, registers
-    copied = [
-        Tuning(keys, programs, warps, stages, registers=registers) for keys, programs, warps, registers in cuts for stages in (3, 5, 7)
-    ]
-    loaded = [Tuning(keys, 4, 4, 5, split, registers=128, copy=False) for keys in (64, 128) for split in (16, 32, 64)]
-    return copied + loaded + [Tuning(fp8=False)]
 
 
 class Keys(NamedTuple):
@@ -110,7 +113,7 @@ def round_queries(q: Tensor, turn: Tensor, out: Tensor) -> Tensor:
     if n:  # without fused multiply-add, as the reference rounds both products of the rotation
         some = min(4, _power(heads))
         _kernels().queries[(n, -(-heads // some))](
-            q, turn, out, H=heads, HP=some, D=dim, W=2 * turn.shape[2], num_warps=4, enable_fp_fusion=False
+            q, turn, out, H=heads, HP=some, D=dim, W=2 * turn.shape[2], num_warps=4, enable_fp_fusion=False, **_options()
         )
     return out
 
@@ -135,11 +138,12 @@ def score_keys(
     *,
     maxima: Tensor | None = None,
     size: int = 8,
-    tuning: Tuning | None = None,
+    tuning: Tuning | Paged | None = None,
 ) -> Tensor:
     """Scores of all keys that a row sees; column i is entry i.
 
-    The grid is fixed and shares out what the tiles see, so the cost follows `visible`, not the capacity of `out`.
+    The grid is fixed and shares out what the tiles see, so the cost follows `visible`, not the capacity of `out`. Of a captured step,
+    `q` and `weights` alone may be what the kernel before it leaves (see `dependent`): keys and all numbers are read before it is over.
 
     Floor: 68 bytes a key of 128 channels, once for each tile (1M keys: 17 us at 4.2 TB/s), and 2 bytes a score; 2 * heads * dim FLOPs a
     score (8,192: 8,192 rows over 32K keys are 2.2 TFLOP, 1.5 ms at 1,424 TFLOP/s).
@@ -151,9 +155,14 @@ def score_keys(
         maxima: [n, ceil(m / size)] bf16 for the candidates: the best of each `size` columns, +inf for the newest; left alike.
     """
     columns, count, lone = out.shape[1], tiles.first.shape[0], tiles.longest == 1
-    tuning = tuning or (LONE if lone else SHARED)
     if count > 4096:
         raise ValueError(f"a scan takes at most 4096 tiles, got {count}")
+    if lone and columns and count and tuning is None and _pages_fit(q, keys, count, size):
+        tuning = PAGED[keys.codes.shape[1]]
+    if isinstance(tuning, Paged):
+        _score_pages(q, weights, keys, tiles, span, visible, out, maxima, tuning)
+        return out
+    tuning = tuning or (LONE if lone else SHARED)
     if tuning.keys % size:
         raise ValueError(f"blocks of {size} columns do not fit pieces of {tuning.keys} keys")
     if columns and count:
@@ -164,7 +173,7 @@ def score_keys(
             keys.codes.stride(0), keys.scales.stride(0), keys.table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
             columns, count, **_common(q, keys, tuning), COPY=copied is not None, SIZE=size, MAXIMA=maxima is not None,
             ROWS=1 if lone else tuning.rows, TILES=max(2, _power(count)), STAGES=tuning.stages,
-            num_warps=tuning.warps, enable_fp_fusion=True, **_limit(tuning),
+            num_warps=tuning.warps, enable_fp_fusion=True, **_limit(tuning), **_options(),
         )  # fmt: skip
     return out
 
@@ -184,6 +193,8 @@ def score_candidates(
 ) -> Tensor:
     """Scores of the entries of each row's candidate blocks: column c is entry blocks[row, c // size] * size + c % size.
 
+    As of `score_keys`, all but `q` and `weights` must be older than the kernel before.
+
     Floor: 70 bytes an entry (2,048 blocks of 8: 1.1 MB a row); 2 * heads * dim FLOPs a score.
 
     Args:
@@ -195,9 +206,52 @@ def score_candidates(
         _kernels().candidates[(-(-columns // tuning.keys), count)](
             q, weights, keys.codes, keys.scales, keys.table, blocks, tiles.first, tiles.rows, span, visible, out,
             keys.codes.stride(0), keys.scales.stride(0), keys.table.stride(0), blocks.stride(0), out.stride(0), columns,
-            **_common(q, keys, tuning), SIZE=size, num_warps=tuning.warps, enable_fp_fusion=True,
+            **_common(q, keys, tuning), SIZE=size, num_warps=tuning.warps, enable_fp_fusion=True, **_options(),
         )  # fmt: skip
     return out
+
+
+def _pages_fit(q: Tensor, keys: Keys, count: int, size: int) -> bool:
+    """Whether `index_lone` can score these keys: on Hopper, in pages like the network's, for blocks of 8 columns and up to 128 tiles."""
+    codes, scales = keys.codes, keys.scales
+    if _interpreted() or not codes.is_cuda or torch.cuda.get_device_capability(codes.device)[0] != 9 or _lone_kernel() is None:
+        return False
+    rows = codes.shape[1] in PAGED and codes.stride()[1:] == (64, 1) and scales.stride()[1:] == (4, 1)
+    lines = codes.stride(0) == scales.stride(0) and codes.stride(0) % 128 == 0 and (codes.data_ptr() | scales.data_ptr()) % 16 == 0
+    return rows and lines and q.shape[1] <= 32 and q.shape[2] == 128 + QUERY_PAD and count <= 128 and size == 8
+
+
+def _score_pages(
+    q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, out: Tensor, maxima: Tensor | None, tuning: Paged
+) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    kernels = _lone_kernel()
+    assert kernels is not None
+    (blocks, entries, _), lines = keys.codes.shape, keys.codes.stride(0) // 128
+    columns, count = out.shape[1], tiles.first.shape[0]
+    codes, scales = (
+        plane.as_strided(((blocks - 1) * lines + entries * plane.shape[2] // 128, 128), (128, 1)) for plane in (keys.codes, keys.scales)
+    )
+    programs = min(_programs(q.device, tuning), -(-columns // tuning.keys) * count)
+    kernels.scan[(programs,)](
+        q, weights, TensorDescriptor.from_tensor(codes, [tuning.keys // 2, 128], kernels.CODE_LINES),
+        TensorDescriptor.from_tensor(scales.view(torch.int32), [tuning.keys // 32, 32], kernels.SCALE_LINES),
+        keys.table, tiles.first, tiles.rows, span, visible, out, out if maxima is None else maxima,
+        keys.table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0), columns, count, visible.shape[0],
+        keys.table.shape[1], H=q.shape[1], KEYS=tuning.keys, ENTRIES=entries, LINES=lines, MAXIMA=maxima is not None,
+        TILES=_power(count), STAGES=tuning.stages, num_warps=4, maxnreg=tuning.registers, **_options(),
+    )  # fmt: skip
+
+
+@cache
+def _lone_kernel() -> ModuleType | None:
+    """The kernel for lone rows, where this Triton has what it needs."""
+    try:
+        from forebay.model.ops.kernels import index_lone
+    except (ImportError, AttributeError):
+        return None
+    return index_lone
 
 
 def _common(q: Tensor, keys: Keys, tuning: Tuning) -> dict[str, object]:
@@ -234,7 +288,12 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _programs(device: torch.device, tuning: Tuning) -> int:
+def _options() -> dict[str, object]:
+    options: dict[str, object] = dependent.load(_interpreted()).OPTIONS
+    return options
+
+
+def _programs(device: torch.device, tuning: Tuning | Paged) -> int:
     if device.type != "cuda":
         return 3  # the interpreter runs them one after another
     return tuning.programs * torch.cuda.get_device_properties(device).multi_processor_count
@@ -278,11 +337,11 @@ def bench_cases() -> list[tuple[str, Callable[[str], tuple[object, ...]], Callab
 
         def run(
             q: Tensor, weights: Tensor, keys: Keys, tiles: Tiles, span: Tensor, visible: Tensor, blocks: Tensor | None, out: Tensor,
-            tuning: Tuning | None = None,
+            tuning: Tuning | Paged | None = None,
         ) -> Tensor:  # fmt: skip
             if blocks is None:
                 return score_keys(q, weights, keys, tiles, span, visible, out, tuning=tuning)
-            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out, tuning=tuning or CANDIDATES)
+            return score_candidates(q, weights, keys, tiles, span, visible, blocks, 8, out)
 
         read = n * columns * 68 if restricted else spans * m * 68
         name = f"index {'candidates' if restricted else 'scan'}, {spans} x {rows} rows, {m} keys"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forebay.model.ops.kernels import fragments
+from forebay.model.ops.kernels import dependent, fragments
 
 
 class Tuning(NamedTuple):
@@ -23,8 +24,10 @@ class Tuning(NamedTuple):
     split: warps of a program that share the inputs. side: warps that share the weight rows. rows: weight rows of a program, at least 16
     for each of `side`; 32 where outputs are FP8-rounded. chunks: runs of 16 bytes of weights that a warp has of a row, at least 4.
     batch: rows of activations at a time, at least 8; 0 takes what there are, up to 64. parts: programs that share the inputs (the router).
-    stages: rounds of weights on their way or at work (experts, and linears of more than `FEW` rows).
-    registers: most of a thread, 0 for what the compiler likes.
+    stages: rounds of weights on their way or at work (not of the router).
+    registers: most of a thread, 0 for what the compiler likes. programs: of a processor, each for several tiles of weight rows, where there
+    is one row of activations; 0 for one tile each (linears).
+    most: rows at a time of experts that have more than `batch`, and of the shared one; 0 for `batch`.
     fast: decode weights by packed bit tricks (exact for scales from 2^-58 to 2^65); otherwise by plain arithmetic.
     """
 
@@ -36,16 +39,21 @@ class Tuning(NamedTuple):
     parts: int = 1
     stages: int = 4
     registers: int = 0
+    most: int = 0
+    lines: bool = True
+    programs: int = 0
     fast: bool = True
 
 
 FEW = 16  # rows of activations that `fp8_linear`'s weights wait for; with more, both are shared by a program's warps
 WIDE = Tuning(side=4, rows=64, parts=0)
-LINEAR = Tuning(split=8, rows=16, batch=16)
-ROUTE = Tuning(split=4, rows=16, batch=16, parts=10, registers=96)
+LINEAR = Tuning(split=8, rows=16, batch=16, stages=6)
+ROUTE = Tuning(split=4, rows=16, chunks=16, batch=16, parts=10, registers=96)
 MANY_ROUTE = Tuning(split=2, side=2, rows=64, batch=32)
-UP = Tuning(batch=8, stages=3, registers=128)
-DOWN = Tuning(split=2, side=2, batch=8, registers=96)
+UP = Tuning(batch=8, most=16, stages=3, registers=128)
+DOWN = Tuning(split=2, side=2, rows=64, batch=8, most=16, registers=96)
+MANY_UP = UP._replace(stages=2)  # of more than one row: less shared memory leaves more of the L1 cache for them
+MANY_DOWN = DOWN._replace(stages=3, registers=128)
 
 
 def _interpreted() -> bool:
@@ -59,6 +67,11 @@ def _kernels(file: str) -> SimpleNamespace:
 
 def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class Meeting:
@@ -103,7 +116,7 @@ def route(
         temperature, scale, D=d, E=experts, EP=wide, TOPK=topk, KP=picked, CHUNK=chunk, SPLITS=splits, HELPERS=helpers,
         TR=min(warps, batch // helpers, _power(n)), MASKED=image_mask is not None, PADDED=position is not None, NORMALISE=normalise,
         TABLE=_table(1, wide, warps, 4),
-        PICKED=_table(1, picked, warps, 1), **_shape(tuned, split, chunks, batch),
+        PICKED=_table(1, picked, warps, 1), **_shape(tuned, split, chunks, batch), **dependent.load(_interpreted()).OPTIONS,
     )  # fmt: skip
 
 
@@ -160,6 +173,8 @@ def experts(
         Written: h [n * topk + n, I] bf16, parts [n * topk + n, D] bf16, out [n, D] bf16; without a shared expert the last n rows of the
         first two are not needed. n * topk is at most 1,024.
 
+    On a GPU `rounded` must be older than the kernel launched just before, the router, as it is read before that is over (`dependent`).
+
     Floor: 18.8 MB for each distinct expert of the batch at the released sizes (4.25 bits a weight, 35.4 M weights), 35.4 MB for the shared
     one; 71 MFLOP an assignment.
     """
@@ -171,34 +186,63 @@ def experts(
     if count > 1024:
         raise ValueError(f"{count} assignments are more than 1,024, what this kernel is for")
     shared = shared_up is not None and shared_down is not None
-    many = up[0].shape[0]
-    first, second = up_tuning or UP, down_tuning or DOWN
-    k, programs = _kernels("expert"), shared + min(count, many)
+    many, interpreted = up[0].shape[0], _interpreted()
+    first, second = up_tuning or (UP if n == 1 else MANY_UP), down_tuning or (DOWN if n == 1 else MANY_DOWN)
+    if down_tuning is None and d % second.rows:
+        second = second._replace(rows=32)
+    k, programs = _kernels("expert"), min(count, many)
     same = {"D": d, "I": inter, "TOPK": topk, "AP": _power(count), "SHARED": shared, "ONE": n == 1, "EACH": many < count}
-
-    def shape(tuning: Tuning, inputs: int) -> dict[str, Any]:
-        batch = _batch(tuning, n)
-        made = _shape(tuning, *_within(tuning, inputs // 32), batch)
-        warps = made["num_warps"]
-        lists = {"LIST": _table(32, 0, warps, 1), "HIT": _table(32, batch, warps, batch)}
-        return {**same, **made, **_numeric(tuning), **lists, "STAGES": tuning.stages}
-
     for tuning, channels in ((first, inter), (second, d)):
         if channels % tuning.rows:
             raise ValueError(f"{channels} channels are no multiple of {tuning.rows}")
-    k.expert_up[(inter // first.rows, programs)](
+
+    def shape(tuning: Tuning, inputs: int, pair: bool, shared_rows: int) -> dict[str, Any]:
+        split, chunks = _within(tuning, inputs // 32)
+        batch, rows, side = _batch(tuning, n), tuning.rows << pair, tuning.side
+        most = max(batch, min(tuning.most or batch, _power(n)))
+        eight = chunks * (rows // shared_rows)
+        warps = split * side
+
+        def of(m: int, c: int, batch: int, name: str) -> dict[str, Any]:
+            found = fragments.layouts(interpreted, split, side, m, c, batch)
+            ends = fragments.outputs(interpreted, split, side, m, batch, pair)
+            return {f"INPUTS{name}": found.inputs, f"PARTS{name}": ends.parts, f"TOTALS{name}": ends.totals}
+
+        found = fragments.layouts(interpreted, split, side, rows, chunks, batch)
+        made = {
+            "KW": split, "M": tuning.rows, "C": chunks, "N": batch, "N2": most, "N8": most, "num_warps": warps,
+            **({"maxnreg": tuning.registers} if tuning.registers else {}),
+            "WEIGHTS": found.weights, "SUMS": found.sums, "LIST": _table(32, 0, warps, 1), "HIT": _table(32, batch, warps, batch),
+            "HIT2": _table(32, most, warps, most), "STAGES": tuning.stages,
+            **of(rows, chunks, batch, ""), **of(rows, chunks, most, "2"), **of(shared_rows, eight, most, "8"),
+            **_numeric(tuning), **same, **dependent.load(interpreted).OPTIONS,
+        }  # fmt: skip
+        if not pair:
+            eighth = fragments.layouts(interpreted, split, side, shared_rows, eight, most)
+            made |= {"M8": shared_rows, "C8": eight, "WEIGHTS8": eighth.weights}
+        return made
+
+    k.expert_up[(inter // first.rows, shared + programs)](
         rounded.view(torch.int64), up[0].view(torch.int16), up[1], rounded.view(torch.int32),
         (shared_up or up)[0].view(torch.int16), (shared_up or up)[1], indices, weights, h, count, n, limit, CLAMP=limit > 0,
-        **shape(first, d),
+        **shape(first, d, True, first.rows * 2),
     )  # fmt: skip
-    made, wide, picked, blocks = shape(second, inter), min(8, second.rows), _power(topk), d // second.rows
+    halved = max(second.rows // 2, 16 * second.side)
+    made, wide, picked, blocks = shape(second, inter, False, halved), min(8, second.rows), _power(topk), d // second.rows
     meeting.check(0, blocks)
-    lanes = 32 // (second.rows // wide)
-    k.expert_down[(blocks, programs)](
+    lanes = max(1, 32 // (second.rows // wide))
+    k.expert_down[(blocks, shared * (second.rows // halved) + programs)](
         h.view(torch.int64), down[0].view(torch.int16), down[1], h.view(torch.int32), (shared_down or down)[0].view(torch.int16),
         (shared_down or down)[1], indices, parts, meeting.arrived, out, count, n, KP=picked, TR=min(64, _power(n)),
         TABLE=_table(lanes, second.rows, made["num_warps"], wide), PICKED=_table(lanes, picked, made["num_warps"], picked), **made,
     )  # fmt: skip
+
+
+def linear_tuning(outs: int, k_in: int) -> Tuning:
+    """What `fp8_linear` takes for up to `FEW` rows by default."""
+    if outs // LINEAR.rows < 132:  # all of a program's weights at once
+        return LINEAR._replace(stages=11)
+    return LINEAR._replace(split=4, programs=4) if k_in < 2048 else LINEAR
 
 
 def fp8_linear(
@@ -213,21 +257,36 @@ def fp8_linear(
 
     Floor: O * K bytes, 2 * O * K FLOP a row.
     """
+    from forebay.model.ops.kernels.fp8 import layouts as held_layouts
+
     n = x.shape[0]
     outs, k_in = codes.shape
     if n == 0:
         return
     if n > FEW:
         return _wide(x, codes, scales, out, meeting, groups, round_output, tuning or WIDE)
-    tuned = tuning or LINEAR._replace(split=4 if k_in < 2048 else 16 if outs // LINEAR.rows < 132 else 8)
+    tuned = tuning or linear_tuning(outs, k_in)
     if round_output:
         tuned = tuned._replace(rows=max(32, tuned.rows))
-    batch = _batch(tuned, n)
+    if tuned.rows > 32:
+        raise ValueError(f"a program has one row of scales, that of 32 outputs, got {tuned.rows}")
+    batch, (split, chunks) = _batch(tuned, n), _within(tuned, k_in // 16)
+    rounds = -(-(k_in // 16) // (split * chunks))
+    held = held_layouts(_interpreted(), split, tuned.side, tuned.rows, chunks)
     if groups > 1 and outs // groups % tuned.rows:
         raise ValueError(f"{outs // groups} outputs of a group are no multiple of {tuned.rows}")
+    in_turns = tuned.programs > 0 and n == groups == 1 and rounds > 1 and outs % tuned.rows == 0 and not round_output
+    if in_turns and not _interpreted() and outs // tuned.rows > tuned.programs * processors(x.device):
+        _kernels("fp8").fp8_one[(tuned.programs * processors(x.device),)](
+            x.view(torch.int32), codes.view(torch.int16), scales, out, 16, K=k_in, O=outs, ROUNDS=_power(rounds), HELD_INPUTS=held.inputs,
+            LINES=held.lines, TAKEN=held.taken, **_shape(tuned, split, chunks, batch), **dependent.load(False).OPTIONS,
+        )  # fmt: skip
+        return
     _kernels("fp8").fp8_linear[(-(-outs // tuned.rows), -(-n // batch))](
-        x.view(torch.int32), codes.view(torch.int16), scales, out, n, x.stride(0) // 2, K=k_in, O=outs, GROUPS=groups, ROUND=round_output,
-        **_numeric(tuned), **_shape(tuned, *_within(tuned, k_in // 16), batch),
+        x.view(torch.int32), codes.view(torch.int16), scales, out, n, x.stride(0) // 2, 16, K=k_in, O=outs, GROUPS=groups,
+        STAGES=max(2, min(tuned.stages, rounds + 1)), ROUNDS=_power(rounds), ONE=n == 1, ROUND=round_output, HELD_SCALES=held.scales,
+        HELD_INPUTS=held.inputs, **_numeric(tuned), **_shape(tuned, split, chunks, batch),
+        **dependent.load(_interpreted()).OPTIONS,
     )  # fmt: skip
 
 
@@ -251,7 +310,7 @@ def _wide(
         x, codes.view(torch.int16), scales, out, meeting.partial, meeting.arrived, n, x.stride(0), K=k_in, O=outs, GROUPS=groups, M=rows,
         N=batch, STEPS=steps, PARTS=parts, STAGES=tuned.stages, ROUND=round_output, FAST=tuned.fast and not _interpreted(),
         EXACT=_interpreted(), WEIGHTS=found.weights, SOURCE=found.source, INPUTS=found.inputs, SUMS=found.sums, TOTALS=found.totals,
-        num_warps=side,
+        num_warps=side, **dependent.load(_interpreted()).OPTIONS,
     )  # fmt: skip
 
 

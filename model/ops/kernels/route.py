@@ -15,20 +15,23 @@ from forebay.model.ops.kernels import skinny
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set."""
-    global tl, _axis, _barrier, _dot, _plain, _spread, _total, _zeros
-    global _round
+    global tl, _await, _axis, _barrier, _dot, _plain, _spread, _total, _zeros
+    global _gate, _round
     found = skinny.load(interpreted)
     tl, jit = found.tl, found.jit
-    _axis, _barrier, _dot, _plain, _spread, _total, _zeros = attrgetter(
-        "_axis", "_barrier", "_dot", "_plain", "_spread", "_total", "_zeros",
+    _await, _axis, _barrier, _dot, _plain, _spread, _total, _zeros = attrgetter(
+        "_await", "_axis", "_barrier", "_dot", "_plain", "_spread", "_total", "_zeros",
     )(found)  # fmt: skip
 
     @jit
+    def _gate(gate, expert, adim, D: tl.constexpr, E: tl.constexpr):
+        return tl.load(gate + expert * D + adim, mask=(expert < E) & (adim < D), other=0.0)
+
+    @jit
     def _round(
-        acc, gate, x, expert, adim, row, bdim, n,
-        D: tl.constexpr, E: tl.constexpr, KW: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
+        acc, a, x, row, bdim, n,
+        D: tl.constexpr, KW: tl.constexpr, M: tl.constexpr, C: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
     ):  # fmt: skip
-        a = tl.load(gate + expert * D + adim, mask=(expert < E) & (adim < D), other=0.0)
         b = tl.load(x + row.to(tl.int64) * D + bdim, mask=(row < n) & (bdim < D), other=0.0)
         return _dot(acc, _plain(a), _plain(b), KW, M, C, N, SUMS)
 
@@ -54,13 +57,16 @@ def load(interpreted: bool) -> SimpleNamespace:
         adim = split * CHUNK + (_axis(KW, 0, 4, WEIGHTS) * C + _axis(C, 2, 4, WEIGHTS)) * 8 + _axis(8, 3, 4, WEIGHTS)
         brow = block * N + _axis(N, 3, 4, INPUTS)
         bdim = split * CHUNK + (_axis(KW, 0, 4, INPUTS) * C + _axis(C, 1, 4, INPUTS)) * 8 + _axis(8, 2, 4, INPUTS)
+        # The weights of the first round, or of all few, are on their way before the rows are there.
+        STEP: tl.constexpr = KW * C * 8
+        a = _gate(gate, aexpert, adim, D, E)
         acc = _zeros(KW, M, N, SUMS)
-        if CHUNK <= 8 * KW * C * 8:
-            for at in tl.static_range(0, CHUNK, KW * C * 8):
-                acc = _round(acc, gate, x, aexpert, adim + at, brow, bdim + at, n, D, E, KW, M, C, N, SUMS)
-        else:
-            for at in range(0, CHUNK, KW * C * 8):
-                acc = _round(acc, gate, x, aexpert, adim + at, brow, bdim + at, n, D, E, KW, M, C, N, SUMS)
+        _await()
+        for at in range(STEP, CHUNK, STEP):
+            next_a = _gate(gate, aexpert, adim + at, D, E)
+            acc = _round(acc, a, x, brow, bdim + (at - STEP), n, D, KW, M, C, N, SUMS)
+            a = next_a
+        acc = _round(acc, a, x, brow, bdim + (CHUNK - STEP), n, D, KW, M, C, N, SUMS)
         y = _total(acc, False)
         expert = tile * M + _axis(M, 0, 2, TOTALS)
         row = block * N + _axis(N, 1, 2, TOTALS)

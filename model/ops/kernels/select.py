@@ -17,13 +17,17 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import dependent
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, raw_key, exact_key, reached, tile, part_maxima, pick, larger
+    global tl, triton, _await, raw_key, exact_key, reached, tile, part_maxima, pick, larger
     import triton
     import triton.language as tl
+
+    _await = dependent.load(interpreted)._await
 
     @triton.jit
     def raw_key(scores):
@@ -198,6 +202,7 @@ def load(interpreted: bool) -> SimpleNamespace:
 
         PIN: the run with the newest visible column counts as +inf. WHOLE: m is a multiple of SIZE.
         """
+        _await()
         row = tl.program_id(1).to(tl.int64)
         begin = tl.program_id(0) * ROWS
         limit = m
@@ -243,6 +248,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         LONG: a row that sees more than `whole` columns is not searched whole. Of its runs of WIDTH columns, whose maxima are `best`,
         the `chosen` best have all that can be chosen: these are searched first, and then the columns in them.
         """
+        _await()
         row = tl.program_id(0).to(tl.int64)
         scores += row * score_stride
         out += row * out_stride

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forebay.model.ops.kernels import select
+from forebay.model.ops.kernels import dependent, select
 from forebay.model.ops.kernels.case import Case
 
 MOST = 4096  # columns that can be chosen
@@ -169,7 +169,7 @@ def _top(
         LANES=held // v, ONCE=m <= held, PARTS=_parts(k, held, warps), SHORT=room,
         RUN_WHOLE=runs % 8 == 0, RUN_ONCE=runs <= TILE, RUN_PARTS=_parts(chosen, TILE, warps),
         SIZE=block_size, K=_power(k), CHOSEN=_power(chosen),
-        num_warps=warps,
+        num_warps=warps, **dependent.load(_interpreted()).OPTIONS,
     )  # fmt: skip
     return out
 
@@ -200,7 +200,7 @@ def run_maxima(
             scores.view(torch.int16), scores if visible is None else visible, out.view(torch.int16),
             scores.stride(0), out.stride(0), m, runs, skip,
             SIZE=size, ROWS=rows, VISIBLE=visible is not None, PIN=pin, UNIT=unit, WHOLE=m % size == 0, ASM=not _interpreted(),
-            num_warps=MAXIMA_WARPS,
+            num_warps=MAXIMA_WARPS, **dependent.load(_interpreted()).OPTIONS,
         )  # fmt: skip
     return out
 

@@ -1,13 +1,7 @@
 """Triton kernels that write KV: window rows, kept window rows, and the entries of a kv source. `store_ops` documents and launches them.
 
-triton is optional, so nothing here exists before `load` is called. Helpers and globals are avoided since the interpreter sees neither
-closures nor nested functions. Numbers are quantised by integer arithmetic, which the interpreter and a GPU compute alike: a magnitude with
-m mantissa bits and least exponent l is q steps of 2^(max(exponent, l) - m), where adding 1.5 * 2^23 rounds q to even at ties, and its code
-is (exponent - l) * 2^m + q, with carries into the exponent included.
-
-CAST takes E4M3 codes from the hardware's cast instead, which rounds alike in far fewer instructions; the interpreter's is wrong.
-BITS says that a cast to bf16 truncates, as the interpreter's does, and is to be rounded by hand first. Launches turn off the fusing of
-products and sums, so that rotations are rounded as in the reference.
+Channels come in pairs, as `words` has them. A row is kept in registers as a tuple of chunks of words, since a tensor's sides are powers of
+two. Launches turn off the fusing of products and sums, so that rotations are rounded as in the reference.
 """
 
 # mypy: ignore-errors
@@ -18,13 +12,109 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import dependent, words
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton
+    global tl, triton, _await, _even, _odd, _pair, _largest, _fp8, _scale4, _fp4, _shares, _factor, _here, _factor_of
+    global _load, _words, _weights, _row, _square, _normed, _turned, _power8, _root, _put
     import triton
     import triton.language as tl
+
+    _await, w = dependent.load(interpreted)._await, words.load(interpreted)
+    _even, _odd, _pair, _largest, _shares, _factor = w._even, w._odd, w._pair, w._largest, w._shares, w._factor
+    _fp8, _fp4, _scale4, _here = w._fp8, w._fp4, w._scale4, w._here
+
+    @triton.jit
+    def _load(at, mask, WHOLE: tl.constexpr):
+        """Without a mask where that is always true: then nothing has to be cleared first."""
+        return tl.load(at) if WHOLE else tl.load(at, mask=mask, other=0)
+
+    @triton.jit
+    def _words(pointer):
+        return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+    @triton.jit
+    def _weights(weight, word, SIZE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+        """A norm's weights, bf16 or fp32, SIZE of them, of the pairs `word` of a chunk of CHUNK channels, as fp32.
+
+        For each of ROWS rows, as every thread then loads those that it needs itself.
+        """
+        word = tl.broadcast_to(word[None, :], [ROWS, CHUNK // 2])
+        mask = word < SIZE // 2
+        if weight.dtype.element_ty == tl.bfloat16:
+            w = _load(_words(weight) + word, mask, SIZE % CHUNK == 0)
+            even = _even(w)
+            odd = _odd(w)
+        else:
+            even = _load(weight + 2 * word, mask, SIZE % CHUNK == 0)
+            odd = _load(weight + 2 * word + 1, mask, SIZE % CHUNK == 0)
+        return even, odd
+
+    @triton.jit
+    def _row(x, row, stride, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+        """Rows of bf16, which begin at multiples of 16 bytes, as chunks of words."""
+        at = tl.multiple_of(_words(x) + row.to(tl.int64) * (stride // 2), 16)[:, None]
+        chunks = ()
+        for first in tl.static_range(0, SIZE, CHUNK):
+            word = (first // 2 + tl.arange(0, CHUNK // 2))[None, :]
+            chunks += (_load(at + word, word < SIZE // 2, SIZE % CHUNK == 0),)
+        return chunks
+
+    @triton.jit
+    def _square(chunks):
+        """The sum of a row's squares."""
+        square = tl.zeros(chunks[0].shape, tl.float32)
+        for i in tl.static_range(len(chunks)):
+            square = tl.fma(_even(chunks[i]), _even(chunks[i]), square)
+            square = tl.fma(_odd(chunks[i]), _odd(chunks[i]), square)
+        return tl.sum(square, 1)
+
+    @triton.jit
+    def _factor_of(wk, column, ch, INDEX: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr):
+        """The index key's weights of channels `ch`."""
+        return _load(wk + column[:, None] * DIM + ch[None, :], (column < INDEX)[:, None] & (ch < DIM)[None, :], WHOLE)
+
+    @triton.jit
+    def _root(square, SIZE: tl.constexpr, eps):
+        """What a row is multiplied by in its norm, [rows, 1], from the sums of its squares."""
+        mean = tl.div_rn(square, tl.full(square.shape, SIZE, tl.float32))
+        return tl.div_rn(tl.full(square.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
+
+    @triton.jit
+    def _normed(w, weights, r):
+        return _pair(weights[0] * (_even(w) * r), weights[1] * (_odd(w) * r))
+
+    @triton.jit
+    def _turned(w, at, pair, PAIRS: tl.constexpr, live):
+        """Words of which those with 0 <= pair < PAIRS are rotated by what is at the rows `at`."""
+        turned = ((pair >= 0) & (pair < PAIRS))[None, :]
+        at = at[:, None] + pair[None, :]
+        c = tl.load(at, mask=turned & live[:, None], other=1.0)
+        s = tl.load(at + PAIRS, mask=turned & live[:, None], other=0.0)
+        even = _even(w)
+        odd = _odd(w)
+        return tl.where(turned, _pair(even * c - odd * s, odd * c + even * s), w)
+
+    @triton.jit
+    def _power8(w):
+        """Of FP8 groups along the last axis: the scale and its inverse as fp32 bits; of a group with NaN or infinity, infinity and NaN."""
+        top = _largest(w)
+        bad = top >= 0x7F800000
+        power = tl.maximum(top.to(tl.float32, bitcast=True), 1e-4) * (1.0 / 448.0)
+        power = (power.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        return tl.where(bad, 0x7F800000, power), tl.where(bad, 0x7FC00000, (254 << 23) - power)
+
+    @triton.jit
+    def _put(at, word, code, mask, EVEN: tl.constexpr):
+        """Store pairs of codes as 16 bits, which stand at an even place, or as bytes."""
+        if EVEN:
+            tl.store(at.to(tl.pointer_type(tl.int16), bitcast=True)[:, None] + word[None, :], code, mask=mask)
+        else:
+            tl.store(at[:, None] + 2 * word[None, :], (code & 0xFF).to(tl.uint8), mask=mask)
+            tl.store(at[:, None] + 2 * word[None, :] + 1, ((code >> 8) & 0xFF).to(tl.uint8), mask=mask)
 
     # Sizes of a batch are not compiled in: Triton would do so with 1 and multiples of 16.
     @triton.jit(do_not_specialize=["n"])
@@ -33,8 +123,9 @@ def load(interpreted: bool) -> SimpleNamespace:
         row = tl.program_id(0) * BR + tl.arange(0, BR)
         pair = tl.arange(0, PP)
         mask = (row < n)[:, None] & (pair < PAIRS)[None, :]
-        first = tl.load(position + row, mask=row < n, other=0) // R * R
         f = tl.load(freqs + pair, mask=pair < PAIRS, other=0.0)
+        _await()
+        first = tl.load(position + row, mask=row < n, other=0) // R * R
         angle = first.to(tl.float32)[:, None] * f[None, :]
         at = table + row.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
         tl.store(at, tl.cos(angle), mask=mask)
@@ -43,126 +134,79 @@ def load(interpreted: bool) -> SimpleNamespace:
     @triton.jit(do_not_specialize=["n"])
     def window_store(
         low_q, low_kv, q_stride, kv_stride, q_weight, kv_weight, turn, position, span, stop, slot, fresh, ring, ring_stride,
-        q_codes, q_scales, q_values, n, eps, Q: tl.constexpr, CH: tl.constexpr, KV: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr,
+        q_codes, q_scales, q_values, n, eps, Q: tl.constexpr, CQ: tl.constexpr, KV: tl.constexpr, CK: tl.constexpr, PAIRS: tl.constexpr,
         ROW: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, CODES: tl.constexpr, VALUES: tl.constexpr, BK: tl.constexpr,
-        BQ: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr,
+        BQ: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
-        """The first cdiv(n, BK) programs make window rows, the others query latents: the two share a launch and nothing else."""
-        MAGIC: tl.constexpr = 12582912.0
-        MAGIC_BITS: tl.constexpr = 0x4B400000
+        """The first cdiv(n, BK) programs make window rows, CK channels at a time, the others query latents, CQ at a time: the two share a
+        launch and nothing else."""
         windows = tl.cdiv(n, BK)
         if tl.program_id(0) < windows:
             row = tl.program_id(0) * BK + tl.arange(0, BK)
             live = row < n
-            ch = tl.arange(0, KP)
-            inside = live[:, None] & (ch < KV)[None, :]
-            x = tl.load(low_kv + row.to(tl.int64)[:, None] * kv_stride + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-            mean = tl.div_rn(tl.sum(x * x, 1), tl.full([BK], KV, tl.float32))
-            r = tl.div_rn(tl.full([BK], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-            y = tl.load(kv_weight + ch, mask=ch < KV, other=0.0).to(tl.float32)[None, :] * (x * r[:, None])
-            if BITS:
-                raw = y.to(tl.int32, bitcast=True)
-                y = tl.where(y != y, y, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-            else:
-                y = y.to(tl.bfloat16).to(tl.float32)
-            even, odd = tl.split(tl.reshape(y, [BK, KP // 2, 2]))
-            pair = tl.arange(0, KP // 2) - (KV // 2 - PAIRS)
-            turned = ((pair >= 0) & (pair < PAIRS))[None, :]
-            at = turn + row.to(tl.int64)[:, None] * (2 * PAIRS) + pair[None, :]
-            c = tl.load(at, mask=turned & live[:, None], other=1.0)
-            s = tl.load(at + PAIRS, mask=turned & live[:, None], other=0.0)
-            a = tl.where(turned, even * c - odd * s, even)
-            b = tl.where(turned, odd * c + even * s, odd)
-            v = tl.reshape(tl.join(a, b), [BK, KP])
-            if BITS:
-                raw = v.to(tl.int32, bitcast=True)
-                v = tl.where(v != v, v, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-            else:
-                v = v.to(tl.bfloat16).to(tl.float32)
-            raw = tl.reshape(v.to(tl.int32, bitcast=True), [BK, KP // 32, 32])
-            size = raw & 0x7FFFFFFF
-            top = tl.max(size, 2)  # of bit patterns, so that NaN is the largest
-            bad = top >= 0x7F800000
-            power = tl.maximum(top.to(tl.float32, bitcast=True), 1e-4) * (1.0 / 448.0)
-            power = (power.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-            power = tl.where(bad, 0x7F800000, power)
-            inverse = tl.where(bad, 0, (254 << 23) - power).to(tl.float32, bitcast=True)
-            z = size.to(tl.float32, bitcast=True) * inverse[:, :, None]
-            if CAST:
-                code = (raw.to(tl.float32, bitcast=True) * inverse[:, :, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-                code = tl.where(bad[:, :, None], 0x7F, code.to(tl.int32))
-            else:
-                e = tl.maximum(z.to(tl.int32, bitcast=True) >> 23, 121)
-                q = (z * ((257 - e) << 23).to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-                code = tl.where(bad[:, :, None], 0x7F, ((e - 121) * 8 + q) | ((raw >> 24) & 0x80))
-            code = tl.reshape(code, [BK, KP]).to(tl.uint8)
-            byte = (power >> 23).to(tl.uint8)
-            group = tl.arange(0, KP // 32)
-            some = live[:, None] & (group < KV // 32)[None, :]
-            at = fresh + row.to(tl.int64)[:, None] * ROW
-            tl.store(at + ch[None, :], code, mask=inside)
-            tl.store(at + KV + group[None, :], byte, mask=some)
+            weights = ()
+            if EARLY:
+                for first in tl.static_range(0, KV, CK):
+                    weights += (_weights(kv_weight, first // 2 + tl.arange(0, CK // 2), KV, CK, BK),)
+            _await()
+            chunks = _row(low_kv, tl.minimum(row, n - 1), kv_stride, KV, CK)
+            r = _root(_square(chunks), KV, eps)
             if RING:
                 owner = tl.load(span + row, mask=live, other=-1)
                 kept = live & (owner >= 0)
                 place = tl.load(position + row, mask=kept, other=0)
                 kept = kept & (place >= tl.load(stop + owner, mask=kept, other=0) - WINDOW)
-                where = tl.load(slot + owner, mask=kept, other=0).to(tl.int64) * ring_stride + place % WINDOW * ROW
-                tl.store(ring + where[:, None] + ch[None, :], code, mask=inside & kept[:, None])
-                tl.store(ring + where[:, None] + KV + group[None, :], byte, mask=some & kept[:, None])
+                home = ring + (tl.load(slot + owner, mask=kept, other=0).to(tl.int64) * ring_stride + place % WINDOW * ROW)
+            at = fresh + row.to(tl.int64) * ROW
+            for i in tl.static_range(len(chunks)):
+                first = i * (CK // 2)
+                word = first + tl.arange(0, CK // 2)
+                w = _normed(chunks[i], weights[i] if EARLY else _weights(kv_weight, word, KV, CK, BK), r)
+                if first + CK // 2 > KV // 2 - PAIRS:
+                    w = _turned(w, turn + row.to(tl.int64) * (2 * PAIRS), word - (KV // 2 - PAIRS), PAIRS, live)
+                w = tl.reshape(w, [BK, CK // 32, 16])
+                power, inverse = _power8(w)
+                inverse, w = tl.broadcast(inverse[:, :, None], w)
+                power_of, w = tl.broadcast(power[:, :, None], w)
+                code, _ = _fp8(w, inverse, power_of)
+                code = tl.reshape(code, [BK, CK // 2])
+                byte = (power >> 23).to(tl.uint8)
+                inside = live[:, None] & (word < KV // 2)[None, :]
+                group = first // 16 + tl.arange(0, CK // 32)
+                some = live[:, None] & (group < KV // 32)[None, :]
+                _put(at, word, code, inside, ROW % 2 == 0)
+                tl.store(at[:, None] + KV + group[None, :], byte, mask=some)
+                if RING:
+                    _put(home, word, code, inside & kept[:, None], ROW % 2 == 0)
+                    tl.store(home[:, None] + KV + group[None, :], byte, mask=some & kept[:, None])
         if tl.program_id(0) >= windows:  # not `else`: the names of two branches must have one type
             row = (tl.program_id(0) - windows) * BQ + tl.arange(0, BQ)
             live = row < n
-            # CH channels at a time, twice: few channels are wasted on padding to a power of two, and the second reading is of cache.
-            square = tl.zeros([BQ, CH], tl.float32)
-            for first in tl.static_range(0, Q, CH):
-                ch = first + tl.arange(0, CH)
-                inside = live[:, None] & (ch < Q)[None, :]
-                x = tl.load(low_q + row.to(tl.int64)[:, None] * q_stride + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-                square += x * x
-            mean = tl.div_rn(tl.sum(square, 1), tl.full([BQ], Q, tl.float32))
-            r = tl.div_rn(tl.full([BQ], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-            for first in tl.static_range(0, Q, CH):
-                ch = first + tl.arange(0, CH)
-                inside = live[:, None] & (ch < Q)[None, :]
-                x = tl.load(low_q + row.to(tl.int64)[:, None] * q_stride + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-                v = tl.load(q_weight + ch, mask=ch < Q, other=0.0).to(tl.float32)[None, :] * (x * r[:, None])
-                if BITS:
-                    raw = v.to(tl.int32, bitcast=True)
-                    v = tl.where(v != v, v, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-                else:
-                    v = v.to(tl.bfloat16).to(tl.float32)
-                raw = tl.reshape(v.to(tl.int32, bitcast=True), [BQ, CH // 32, 32])
-                size = raw & 0x7FFFFFFF
-                top = tl.max(size, 2)
-                bad = top >= 0x7F800000
-                power = tl.maximum(top.to(tl.float32, bitcast=True), 1e-4) * (1.0 / 448.0)
-                power = (power.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-                power = tl.where(bad, 0x7F800000, power)
-                inverse = tl.where(bad, 0, (254 << 23) - power).to(tl.float32, bitcast=True)
-                if CAST:
-                    eight = (raw.to(tl.float32, bitcast=True) * inverse[:, :, None]).to(tl.float8e4nv)
-                    code = tl.where(bad[:, :, None], 0x7F, eight.to(tl.uint8, bitcast=True).to(tl.int32))
-                    near = eight.to(tl.float32) * power.to(tl.float32, bitcast=True)[:, :, None]
-                    near = tl.where(bad[:, :, None], float("nan"), near)
-                else:
-                    z = size.to(tl.float32, bitcast=True) * inverse[:, :, None]
-                    e = tl.maximum(z.to(tl.int32, bitcast=True) >> 23, 121)
-                    wide = z * ((257 - e) << 23).to(tl.float32, bitcast=True) + MAGIC
-                    code = ((e - 121) * 8 + wide.to(tl.int32, bitcast=True) - MAGIC_BITS) | ((raw >> 24) & 0x80)
-                    code = tl.where(bad[:, :, None], 0x7F, code)
-                    # q times its step times the scale, and the sign as it was, also that of zero; a bad group is NaN as a whole.
-                    near = (wide - MAGIC) * ((e - 3) << 23).to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)[:, :, None]
-                    near = near.to(tl.int32, bitcast=True) | (raw & -2147483648)
-                    near = tl.where(bad[:, :, None], 0x7FC00000, near).to(tl.float32, bitcast=True)
+            weights = ()
+            if EARLY:
+                for first in tl.static_range(0, Q, CQ):
+                    weights += (_weights(q_weight, first // 2 + tl.arange(0, CQ // 2), Q, CQ, BQ),)
+            _await()
+            chunks = _row(low_q, tl.minimum(row, n - 1), q_stride, Q, CQ)
+            r = _root(_square(chunks), Q, eps)
+            for i in tl.static_range(len(chunks)):
+                first = i * (CQ // 2)
+                word = first + tl.arange(0, CQ // 2)
+                inside = live[:, None] & (word < Q // 2)[None, :]
+                w = _normed(chunks[i], weights[i] if EARLY else _weights(q_weight, word, Q, CQ, BQ), r)
+                w = tl.reshape(w, [BQ, CQ // 32, 16])
+                power, inverse = _power8(w)
+                inverse, w = tl.broadcast(inverse[:, :, None], w)
+                power_of, w = tl.broadcast(power[:, :, None], w)
+                code, near = _fp8(w, inverse, power_of)
                 if CODES:
-                    group = first // 32 + tl.arange(0, CH // 32)
+                    group = first // 16 + tl.arange(0, CQ // 32)
                     some = live[:, None] & (group < Q // 32)[None, :]
-                    tl.store(q_codes + row.to(tl.int64)[:, None] * Q + ch[None, :], tl.reshape(code, [BQ, CH]).to(tl.uint8), mask=inside)
+                    _put(q_codes + row.to(tl.int64) * Q, word, tl.reshape(code, [BQ, CQ // 2]), inside, True)
                     tl.store(q_scales + row.to(tl.int64)[:, None] * (Q // 32) + group[None, :], (power >> 23).to(tl.uint8), mask=some)
                 if VALUES:
-                    at = q_values + row.to(tl.int64)[:, None] * Q + ch[None, :]
-                    tl.store(at, tl.reshape(near, [BQ, CH]).to(tl.bfloat16), mask=inside)
+                    to = _words(q_values) + row.to(tl.int64)[:, None] * (Q // 2) + word[None, :]
+                    tl.store(to, tl.reshape(near, [BQ, CQ // 2]), mask=inside)
 
     @triton.jit(do_not_specialize=["n"])
     def keep_window(
@@ -176,6 +220,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         row = (at // WORDS).to(tl.int32)
         word = (at % WORDS).to(tl.int32)
         live = row < n
+        _await()
         owner = tl.load(span + row, mask=live, other=-1)
         kept = live & (owner >= 0)
         place = tl.load(position + row, mask=kept, other=0)
@@ -187,63 +232,62 @@ def load(interpreted: bool) -> SimpleNamespace:
 
     @triton.jit(do_not_specialize=["m", "table_stride"])
     def entry_store(
-        source, source_stride, pooled, norm, wk, k_norm, turn, rows, m, position, span, start, stop, offset, floor, slot,
+        source, source_stride, norm, wk, k_norm, turn, rows, m, position, span, start, stop, offset, floor, slot,
         table, table_stride, pending, pending_stride, pool, block_bytes, main_codes, main_scales, index_codes, index_scales, eps,
         R: tl.constexpr, DIM: tl.constexpr, CH: tl.constexpr, INDEX: tl.constexpr, IP: tl.constexpr, PAIRS: tl.constexpr,
-        PER_BLOCK: tl.constexpr, BR: tl.constexpr, DOT: tl.constexpr, BITS: tl.constexpr,
+        PER_BLOCK: tl.constexpr, BR: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr,
     ):  # fmt: skip
-        """BR listed rows, CH channels at a time: once for the norm, and once more, from cache, for everything else.
+        """BR listed rows, in registers, CH channels at a time. The factors of the next AHEAD times CH channels are being read.
 
-        With R = 2 the pooled latents go through `pooled`, 2 * DIM bytes a row that stay in L2. The one row of a span that reads the span's
-        pending token, or its last row where none does, also writes the new pending token, so that no other program may come first.
+        The one row of a span that reads the span's pending token, or its last row where none does, also writes the new pending token, so
+        that no other program may come first.
         """
-        MAGIC: tl.constexpr = 12582912.0
-        MAGIC_BITS: tl.constexpr = 0x4B400000
         lane = tl.program_id(0) * BR + tl.arange(0, BR)
+        column = tl.arange(0, IP)
+        WHOLE: tl.constexpr = DIM % CH == 0
+        factors = ()
+        FIRST: tl.constexpr = AHEAD * CH if AHEAD * CH < DIM else DIM
+        for first in tl.static_range(0, FIRST, CH):
+            factors += (_factor_of(wk, column, first + tl.arange(0, CH), INDEX, DIM, WHOLE and INDEX == IP),)
+        # Rows that do not count are read like others, and not stored.
         row = tl.load(rows + lane, mask=lane < m, other=-1)
-        owner = tl.load(span + row, mask=row >= 0, other=-1)
-        live = owner >= 0
-        place = tl.load(position + row, mask=live, other=0).to(tl.int32)
+        listed = row >= 0
+        row = tl.maximum(row, 0)
+        chunks = ()
+        if R == 1 and AHEAD == 0:  # the longest way first
+            _await()
+            chunks = _row(source, row, source_stride, DIM, CH)
+        owner = tl.load(span + row)
+        live = listed & (owner >= 0)
+        owner = tl.maximum(owner, 0)
+        place = tl.maximum(tl.load(position + row), 0).to(tl.int32)
         entry = place // R
-        done = live & (place % R == R - 1) & (entry >= tl.load(floor + owner, mask=live, other=0) // R)
-        square = tl.zeros([BR], tl.float32)
-        if R == 1:
-            for first in tl.static_range(0, DIM, CH):
-                ch = first + tl.arange(0, CH)
-                inside = done[:, None] & (ch < DIM)[None, :]
-                x = tl.load(source + row.to(tl.int64)[:, None] * source_stride + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-                square += tl.sum(x * x, 1)
-        else:
-            begin = tl.load(start + owner, mask=live, other=0)
-            end = tl.load(stop + owner, mask=live, other=0)
-            home = pending + tl.load(slot + owner, mask=live, other=0).to(tl.int64) * pending_stride
-            for first in tl.static_range(0, DIM, CH):
-                ch = first + tl.arange(0, CH)
-                inside = done[:, None] & (ch < DIM)[None, :]
-                here = inside & (place > begin)[:, None]
-                gone = inside & (place <= begin)[:, None]
-                at = source + row.to(tl.int64)[:, None] * source_stride + ch[None, :]
-                before = home[:, None] + ch[None, :]
-                k1 = tl.load(at, mask=inside, other=0.0)
-                g1 = tl.load(at + DIM, mask=inside, other=0.0)
-                k0 = tl.where(here, tl.load(at - source_stride, mask=here, other=0.0), tl.load(before, mask=gone, other=0.0))
-                g0 = tl.where(here, tl.load(at - source_stride + DIM, mask=here, other=0.0), tl.load(before + DIM, mask=gone, other=0.0))
-                high = tl.maximum(g0, g1)
-                w0 = tl.exp(g0 - high)
-                w1 = tl.exp(g1 - high)
-                total = w0 + w1
-                x = k0 * (w0 / total) + k1 * (w1 / total)
-                if BITS:
-                    raw = x.to(tl.int32, bitcast=True)
-                    x = tl.where(x != x, x, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-                else:
-                    x = x.to(tl.bfloat16).to(tl.float32)
-                square += tl.sum(x * x, 1)
-                tl.store(pooled + lane.to(tl.int64)[:, None] * DIM + ch[None, :], x.to(tl.bfloat16), mask=inside)
-            tl.debug_barrier()  # the pending token is read and `pooled` written
-            last = end - 1
+        done = live & (place % R == R - 1) & (entry >= tl.load(floor + owner) // R)
+        block = tl.load(table + owner.to(tl.int64) * table_stride + entry // PER_BLOCK, mask=done, other=0)
+        if R == 2:
+            begin = tl.load(start + owner)
+            last = tl.load(stop + owner) - 1
+            home = pending + tl.load(slot + owner).to(tl.int64) * pending_stride
             keeps = live & (place == tl.where(begin % 2 == 1, begin, last)) & (last % 2 == 0)
-            from_row = tl.load(offset + owner, mask=keeps, other=0) + last - begin
+            from_row = tl.load(offset + owner) + last - begin
+        if R == 1 and AHEAD > 0:
+            _await()
+            chunks = _row(source, row, source_stride, DIM, CH)
+        if R == 2:
+            _await()
+            at = source + row.to(tl.int64) * source_stride
+            before = tl.where(place > begin, at - source_stride, home)
+            for first in tl.static_range(0, DIM, CH):
+                ch = (first + tl.arange(0, CH))[None, :]
+                k0 = _load(before[:, None] + ch, ch < DIM, WHOLE)
+                g0 = _load(before[:, None] + DIM + ch, ch < DIM, WHOLE)
+                k1 = _load(at[:, None] + ch, ch < DIM, WHOLE)
+                g1 = _load(at[:, None] + DIM + ch, ch < DIM, WHOLE)
+                larger, smaller = _shares(g0 - g1)
+                x = tl.where(g0 >= g1, k0, k1) * larger + tl.where(g0 >= g1, k1, k0) * smaller
+                even, odd = tl.split(tl.reshape(x, [BR, CH // 2, 2]))
+                chunks += (_pair(even, odd),)
+            tl.debug_barrier()  # the pending token is read
             for first in tl.static_range(0, DIM, CH):
                 ch = first + tl.arange(0, CH)
                 inside = keeps[:, None] & (ch < DIM)[None, :]
@@ -251,127 +295,55 @@ def load(interpreted: bool) -> SimpleNamespace:
                 before = home[:, None] + ch[None, :]
                 tl.store(before, tl.load(at, mask=inside, other=0.0), mask=inside)
                 tl.store(before + DIM, tl.load(at + DIM, mask=inside, other=0.0), mask=inside)
-        mean = tl.div_rn(square, tl.full([BR], DIM, tl.float32))
-        r = tl.div_rn(tl.full([BR], 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
-        block = tl.load(table + owner.to(tl.int64) * table_stride + entry // PER_BLOCK, mask=done, other=0)
-        base = pool + block.to(tl.int64) * block_bytes
+        r = _root(_square(chunks), DIM, eps)
         slot_in_block = entry % PER_BLOCK
-        column = tl.arange(0, IP)
-        turn_row = turn + row.to(tl.int64)[:, None] * (2 * PAIRS)
+        base = pool + block.to(tl.int64) * block_bytes
+        turn_row = turn + row.to(tl.int64) * (2 * PAIRS)
         acc = tl.zeros([BR, IP], tl.float32)
-        for first in tl.static_range(0, DIM, CH):
-            ch = first + tl.arange(0, CH)
-            inside = done[:, None] & (ch < DIM)[None, :]
-            if R == 1:
-                x = tl.load(source + row.to(tl.int64)[:, None] * source_stride + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-            else:
-                x = tl.load(pooled + lane.to(tl.int64)[:, None] * DIM + ch[None, :], mask=inside, other=0.0).to(tl.float32)
-            y = tl.load(norm + ch, mask=ch < DIM, other=0.0).to(tl.float32)[None, :] * (x * r)
-            if BITS:
-                raw = y.to(tl.int32, bitcast=True)
-                y = tl.where(y != y, y, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-            else:
-                y = y.to(tl.bfloat16).to(tl.float32)
-            w = tl.load(wk + column[None, :] * DIM + ch[:, None], mask=(column < INDEX)[None, :] & (ch < DIM)[:, None], other=0.0)
-            acc = tl.dot(y.to(DOT), w.to(DOT), acc)
-            a, b = tl.split(tl.reshape(y, [BR, CH // 2, 2]))
-            if first + CH > DIM - 2 * PAIRS:
-                pair = first // 2 + tl.arange(0, CH // 2) - (DIM // 2 - PAIRS)
-                turned = ((pair >= 0) & (pair < PAIRS))[None, :]
-                c = tl.load(turn_row + pair[None, :], mask=turned & done[:, None], other=1.0)
-                s = tl.load(turn_row + PAIRS + pair[None, :], mask=turned & done[:, None], other=0.0)
-                a1 = tl.where(turned, a * c - b * s, a)
-                b1 = tl.where(turned, b * c + a * s, b)
-                if BITS:
-                    raw = a1.to(tl.int32, bitcast=True)
-                    a = tl.where(a1 != a1, a1, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-                    raw = b1.to(tl.int32, bitcast=True)
-                    b = tl.where(b1 != b1, b1, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-                else:
-                    a = a1.to(tl.bfloat16).to(tl.float32)
-                    b = b1.to(tl.bfloat16).to(tl.float32)
-            # Main FP4: groups of 8 pairs with an E4M3 scale.
-            a_raw = tl.reshape(a.to(tl.int32, bitcast=True), [BR, CH // 16, 8])
-            b_raw = tl.reshape(b.to(tl.int32, bitcast=True), [BR, CH // 16, 8])
-            top = tl.max(tl.maximum(a_raw & 0x7FFFFFFF, b_raw & 0x7FFFFFFF), 2)
+        for i in tl.static_range(len(chunks)):
+            first = i * (CH // 2)
+            word = first + tl.arange(0, CH // 2)
+            w = _normed(chunks[i], _weights(norm, word, DIM, CH, BR), r)
+            if (i + AHEAD) * CH < DIM:
+                ch = (i + AHEAD) * CH + tl.arange(0, CH)
+                factors += (_factor_of(wk, column, ch, INDEX, DIM, WHOLE and INDEX == IP),)
+            acc = tl.dot(_factor(w), tl.trans((_here(factors[i]) if AHEAD > 0 else factors[i]).to(DOT)), acc)
+            if first + CH // 2 > DIM // 2 - PAIRS:
+                w = _turned(w, turn_row, word - (DIM // 2 - PAIRS), PAIRS, done)
+            # Groups of 8 pairs with an E4M3 scale.
+            w = tl.reshape(w, [BR, CH // 16, 8])
+            top = _largest(w)
             bad = top > 0x7F800000
-            amax = tl.maximum(tl.where(bad, 0, top).to(tl.float32, bitcast=True), 6.0 / 512)
-            scale = tl.minimum(tl.div_rn(amax, tl.full([BR, CH // 16], 6.0, tl.float32)), 448.0)
-            e = tl.maximum(scale.to(tl.int32, bitcast=True) >> 23, 121)
-            wide = scale * ((257 - e) << 23).to(tl.float32, bitcast=True) + MAGIC
-            byte = tl.where(bad, 0x7F, (e - 121) * 8 + wide.to(tl.int32, bitcast=True) - MAGIC_BITS).to(tl.uint8)
-            scale = (wide - MAGIC) * ((e - 3) << 23).to(tl.float32, bitcast=True)
-            inverse = tl.div_rn(tl.full([BR, CH // 16], 1.0, tl.float32), scale)[:, :, None]
-            # A tie times a scale has 7 bits and x has 8, so their quotient is a tie or at least 2^-8 from any: the product with the
-            # reciprocal, rounded to 12 bits, has the quotient's code.
-            z = ((a_raw & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
-            z = tl.minimum((z + 0x400) & -2048, 0x40C00000)
-            e = tl.maximum(z >> 23, 127)
-            q = (z.to(tl.float32, bitcast=True) * ((255 - e) << 23).to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True)
-            low = ((e - 127) * 2 + q - MAGIC_BITS) | ((a_raw >> 28) & 8)
-            z = ((b_raw & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True)
-            z = tl.minimum((z + 0x400) & -2048, 0x40C00000)
-            e = tl.maximum(z >> 23, 127)
-            q = (z.to(tl.float32, bitcast=True) * ((255 - e) << 23).to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True)
-            high = ((e - 127) * 2 + q - MAGIC_BITS) | ((b_raw >> 28) & 8)
-            byte_at = first // 2 + tl.arange(0, CH // 2)
+            byte, inverse = _scale4(tl.maximum(tl.where(bad, 0, top), 0x3C400000))  # 6 / 512
+            byte = tl.where(bad, 0x7F, byte).to(tl.uint8)
+            inverse, w = tl.broadcast(inverse[:, :, None], w)
+            packed = tl.reshape(_fp4(w, inverse), [BR, CH // 2]).to(tl.uint8, bitcast=True)
             at = base + main_codes + slot_in_block * (DIM // 2)
-            packed = tl.reshape(low | (high << 4), [BR, CH // 2]).to(tl.uint8)
-            tl.store(at[:, None] + byte_at[None, :], packed, mask=done[:, None] & (byte_at < DIM // 2)[None, :])
-            group = first // 16 + tl.arange(0, CH // 16)
+            tl.store(at[:, None] + word[None, :], packed, mask=done[:, None] & (word < DIM // 2)[None, :])
+            group = first // 8 + tl.arange(0, CH // 16)
             at = base + main_scales + slot_in_block * (DIM // 16)
             tl.store(at[:, None] + group[None, :], byte, mask=done[:, None] & (group < DIM // 16)[None, :])
         # The index key: bf16 product, norm, rotation, FP4 in groups of 16 pairs with a power-of-two scale.
-        if BITS:
-            raw = acc.to(tl.int32, bitcast=True)
-            acc = tl.where(acc != acc, acc, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-        else:
-            acc = acc.to(tl.bfloat16).to(tl.float32)
-        mean = tl.div_rn(tl.sum(acc * acc, 1), tl.full([BR], INDEX, tl.float32))
-        r = tl.div_rn(tl.full([BR], 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
-        y = tl.load(k_norm + column, mask=column < INDEX, other=0.0).to(tl.float32)[None, :] * (acc * r)
-        if BITS:
-            raw = y.to(tl.int32, bitcast=True)
-            y = tl.where(y != y, y, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-        else:
-            y = y.to(tl.bfloat16).to(tl.float32)
-        a, b = tl.split(tl.reshape(y, [BR, IP // 2, 2]))
-        pair = tl.arange(0, IP // 2) - (INDEX // 2 - PAIRS)
-        turned = ((pair >= 0) & (pair < PAIRS))[None, :]
-        c = tl.load(turn_row + pair[None, :], mask=turned & done[:, None], other=1.0)
-        s = tl.load(turn_row + PAIRS + pair[None, :], mask=turned & done[:, None], other=0.0)
-        a1 = tl.where(turned, a * c - b * s, a)
-        b1 = tl.where(turned, b * c + a * s, b)
-        if BITS:
-            raw = a1.to(tl.int32, bitcast=True)
-            a = tl.where(a1 != a1, a1, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-            raw = b1.to(tl.int32, bitcast=True)
-            b = tl.where(b1 != b1, b1, ((raw + 0x7FFF + ((raw >> 16) & 1)) & -65536).to(tl.float32, bitcast=True))
-        else:
-            a = a1.to(tl.bfloat16).to(tl.float32)
-            b = b1.to(tl.bfloat16).to(tl.float32)
-        a_raw = tl.reshape(a.to(tl.int32, bitcast=True), [BR, IP // 32, 16])
-        b_raw = tl.reshape(b.to(tl.int32, bitcast=True), [BR, IP // 32, 16])
-        top = tl.max(tl.maximum(a_raw & 0x7FFFFFFF, b_raw & 0x7FFFFFFF), 2)
+        even, odd = tl.split(tl.reshape(acc, [BR, IP // 2, 2]))
+        w = _pair(even, odd)
+        word = tl.arange(0, IP // 2)
+        r = _root(tl.sum(tl.fma(_even(w), _even(w), _odd(w) * _odd(w)), 1), INDEX, eps)
+        w = _normed(w, _weights(k_norm, word, INDEX, IP, BR), r)
+        w = _turned(w, turn_row, word - (INDEX // 2 - PAIRS), PAIRS, done)
+        w = tl.reshape(w, [BR, IP // 32, 16])
+        top = _largest(w)
         bad = top >= 0x7F800000
         power = tl.maximum(tl.where(bad, 0, top).to(tl.float32, bitcast=True), 7.052966104933725e-38) * (1.0 / 6.0)
         power = (power.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)[:, :, None]
         byte = tl.where(bad, 255, power >> 23).to(tl.uint8)
-        z = tl.minimum(((a_raw & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True), 0x40C00000)
-        e = tl.maximum(z >> 23, 127)
-        q = (z.to(tl.float32, bitcast=True) * ((255 - e) << 23).to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True)
-        low = ((e - 127) * 2 + q - MAGIC_BITS) | ((a_raw >> 28) & 8)
-        z = tl.minimum(((b_raw & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse).to(tl.int32, bitcast=True), 0x40C00000)
-        e = tl.maximum(z >> 23, 127)
-        q = (z.to(tl.float32, bitcast=True) * ((255 - e) << 23).to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True)
-        high = ((e - 127) * 2 + q - MAGIC_BITS) | ((b_raw >> 28) & 8)
-        packed = tl.reshape(low | (high << 4), [BR, IP // 2]).to(tl.uint8)
-        byte_at = tl.arange(0, IP // 2)
+        inverse, w = tl.broadcast(((254 << 23) - power)[:, :, None], w)
+        packed = tl.reshape(_fp4(w, inverse), [BR, IP // 2]).to(tl.uint8, bitcast=True)
         at = base + index_codes + slot_in_block * (INDEX // 2)
-        tl.store(at[:, None] + byte_at[None, :], packed, mask=done[:, None] & (byte_at < INDEX // 2)[None, :])
+        tl.store(at[:, None] + word[None, :], packed, mask=done[:, None] & (word < INDEX // 2)[None, :])
         group = tl.arange(0, IP // 32)
         at = base + index_scales + slot_in_block * (INDEX // 32)
         tl.store(at[:, None] + group[None, :], byte, mask=done[:, None] & (group < INDEX // 32)[None, :])
 
-    return SimpleNamespace(**{name: value for name, value in locals().items() if name != "interpreted"}, tl=tl, cdiv=triton.cdiv)
+    return SimpleNamespace(
+        turn_table=turn_table, window_store=window_store, keep_window=keep_window, entry_store=entry_store, tl=tl, cdiv=triton.cdiv
+    )

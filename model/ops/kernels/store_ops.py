@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +23,22 @@ from torch import Tensor
 from forebay.model.ops.kernels.case import Case
 
 MANY = 2048  # rows from which tiles are made for throughput
-WINDOW_FEW, WINDOW_MANY = (1, 1, 4, 2048), (4, 4, 4, 256)  # window rows and latents of a program, warps, channels of a latent at a time
-HARDWARE_CAST = True  # E4M3 codes of window rows and latents; with False they are computed as in the interpreter, byte for byte
-ENTRIES_FEW, ENTRIES_MANY = (16, 8), (64, 8)  # rows of a program, warps
+# Window rows and latents of a program, warps, channels at a time of either.
+WINDOW_FEW, WINDOW_MANY = (1, 1, 4, 512, 2048), (4, 4, 4, 256, 256)
+# Entries of a program, warps, channels at a time, and for how many times those `wk` is read ahead; of ratio 1 or, GATED, 2.
+ENTRIES_FEW, ENTRIES_MANY = (16, 8, 128, 4), (64, 8, 64, 1)
+GATED_FEW, GATED_MANY = (16, 8, 128, 4), (32, 16, 128, 0)
 
 
 def tuning_space() -> dict[str, tuple[tuple[int, ...], ...]]:
     """Module constants that a sweep may set, and values worth trying."""
     return {
-        "WINDOW_FEW": ((1, 1, 4, 2048), (1, 1, 8, 2048), (1, 1, 4, 256), (2, 1, 4, 2048)),
-        "WINDOW_MANY": ((4, 4, 4, 256), (4, 2, 4, 2048), (8, 8, 4, 256), (2, 4, 4, 256), (2, 2, 2, 256), (4, 8, 8, 256)),
-        "ENTRIES_FEW": ((16, 4), (16, 8)),
-        "ENTRIES_MANY": ((16, 4), (16, 8), (32, 4), (32, 8), (64, 4), (64, 8)),
+        "WINDOW_FEW": ((1, 1, 4, 512, 2048), (1, 1, 8, 512, 2048), (1, 1, 4, 256, 256)),
+        "WINDOW_MANY": ((4, 4, 4, 256, 256), (8, 8, 8, 256, 256), (2, 2, 2, 256, 256), (4, 8, 4, 256, 256)),
+        "ENTRIES_FEW": ((16, 8, 128, 4), (16, 16, 128, 4), (16, 8, 128, 1)),
+        "ENTRIES_MANY": ((64, 8, 64, 1), (64, 8, 128, 0), (32, 8, 64, 0)),
+        "GATED_FEW": ((16, 8, 128, 4), (16, 16, 128, 4), (16, 8, 128, 1)),
+        "GATED_MANY": ((32, 16, 128, 0), (32, 8, 128, 0), (16, 8, 128, 0)),
     }
 
 
@@ -79,6 +84,12 @@ def _kernels() -> SimpleNamespace:
     return store.load(_interpreted())
 
 
+def _options() -> dict[str, Any]:
+    from forebay.model.ops.kernels import dependent
+
+    return dict(dependent.load(_interpreted()).OPTIONS)
+
+
 def _power(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
@@ -96,7 +107,7 @@ def turn_table(position: Tensor, freqs: Tensor, ratio: int, out: Tensor) -> None
     n, pairs = position.numel(), freqs.numel()
     if n:
         k = _kernels()
-        k.turn_table[(k.cdiv(n, 8),)](position, freqs, out, n, R=ratio, PAIRS=pairs, PP=_power(pairs), BR=8, num_warps=4)
+        k.turn_table[(k.cdiv(n, 8),)](position, freqs, out, n, R=ratio, PAIRS=pairs, PP=_power(pairs), BR=8, num_warps=4, **_options())
 
 
 def store_window(
@@ -136,9 +147,10 @@ def store_window(
         low_q, low_kv, low_q.stride(0), low_kv.stride(0), q_norm, kv_norm, turn, step.position, step.span, step.stop, step.slot,
         fresh, fresh if ring is None else ring, 0 if ring is None else ring.stride(0),
         fresh if codes is None else codes, fresh if scales is None else scales, low_q if values is None else values, n, eps,
-        Q=lora, CH=min(rows[3], max(32, _power(lora))), KV=dim, KP=max(32, _power(dim)), PAIRS=turn.shape[-1], ROW=fresh.shape[1],
+        Q=lora, CQ=min(rows[4], max(32, _power(lora))), KV=dim, CK=min(rows[3], max(32, _power(dim))), PAIRS=turn.shape[-1],
+        ROW=fresh.shape[1],
         WINDOW=1 if ring is None else ring.shape[1], RING=ring is not None, CODES=codes is not None, VALUES=values is not None,
-        BK=rows[0], BQ=rows[1], BITS=_interpreted(), CAST=HARDWARE_CAST and not _interpreted(), num_warps=rows[2], enable_fp_fusion=False,
+        BK=rows[0], BQ=rows[1], EARLY=n < MANY, num_warps=rows[2], enable_fp_fusion=False, **_options(),
     )  # fmt: skip
 
 
@@ -160,7 +172,7 @@ def keep_window(fresh: Tensor, rings: Tensor, step: Step) -> None:
     k, words = _kernels(), here.shape[2]
     k.keep_window[(k.cdiv(n * words, 1024), layers)](
         here, there, there.stride(0), there.stride(1), step.position, step.span, step.stop, step.slot, n, WORDS=words, WINDOW=window,
-        BLOCK=1024, num_warps=4,
+        BLOCK=1024, num_warps=4, **_options(),
     )  # fmt: skip
 
 
@@ -191,7 +203,6 @@ def store_entries(
     pool: Tensor,
     planes: SourcePlanes,
     pending: Tensor | None = None,
-    pooled: Tensor | None = None,
 ) -> None:
     """The compressor of one source after its projections: pool, norm, main entry; index key by `wk`, norm; rotate both and store as FP4.
 
@@ -202,37 +213,38 @@ def store_entries(
         rows: [m] int32, rows in any order, -1 for none: `acting_rows` or more. Each at most once.
         pool: [blocks, block bytes] uint8.
         pending: ratio 2: [slots, 1, 2, dim] fp32, this source's open tokens, read and written.
-        pooled: ratio 2: [m, dim] bf16, working memory.
     Floor at 512 and 128 channels: ratio 1, 1,024 B read and 356 B written an entry, 131 KFLOP; ratio 2, 8,192 B read and 356 B written
     an entry. `wk`, 128 KB, is read from L2 by every tile.
     """
     if planes.ratio not in (1, 2):
         raise ValueError(f"ratio must be 1 or 2 for the compressor's kernel, got {planes.ratio}")
-    if planes.ratio == 2 and (pending is None or pooled is None):
-        raise ValueError("a source of ratio 2 needs pending and pooled")
+    if planes.ratio == 2 and pending is None:
+        raise ValueError("a source of ratio 2 needs pending")
     m, dim, index = rows.numel(), norm.numel(), k_norm.numel()
     if not m:
         return
     k = _kernels()
-    tile, warps = ENTRIES_MANY if planes.ratio == 1 and m >= MANY else ENTRIES_FEW
+    few, many = (ENTRIES_FEW, ENTRIES_MANY) if planes.ratio == 1 else (GATED_FEW, GATED_MANY)
+    tile, warps, chunk, ahead = many if m >= MANY else few
     k.entry_store[(k.cdiv(m, tile),)](
-        source, source.stride(0), source if pooled is None else pooled, norm, wk, k_norm, turn, rows, m, step.position, step.span,
+        source, source.stride(0), norm, wk, k_norm, turn, rows, m, step.position, step.span,
         step.start, step.stop, step.offset, step.write_from, step.slot, step.table, step.table.stride(0),
         source if pending is None else pending, 0 if pending is None else pending.stride(0), pool, pool.stride(0),
         planes.main_codes, planes.main_scales, planes.index_codes, planes.index_scales, eps,
-        R=planes.ratio, DIM=dim, CH=min(128, max(32, _power(dim))), INDEX=index, IP=max(32, _power(index)), PAIRS=turn.shape[-1],
-        PER_BLOCK=planes.per_block, BR=tile, DOT=k.tl.float32 if _interpreted() else k.tl.bfloat16, BITS=_interpreted(),
-        num_warps=warps, enable_fp_fusion=False,
+        R=planes.ratio, DIM=dim, CH=min(chunk, max(32, _power(dim))), INDEX=index, IP=max(32, _power(index)), PAIRS=turn.shape[-1],
+        PER_BLOCK=planes.per_block, BR=tile, AHEAD=ahead, DOT=k.tl.float32 if _interpreted() else k.tl.bfloat16, num_warps=warps,
+        enable_fp_fusion=False, **_options(),
     )  # fmt: skip
 
 
 def bench_cases() -> list[Case]:
-    """Decode and prefill batches at the real dimensions."""
+    """Decode and prefill batches at the real dimensions; the largest is more than a step has, and shows throughput without the launch."""
     cases: list[Case] = []
-    for n in (1, 64, 8192):
-        window_bytes = n * (3584 + 528 + 1320 + 256) + (n * 528 if n <= 64 else 0)
+    for n in (1, 64, 8192, 65536):
+        window_bytes = n * (3584 + 528 + 2560 + 256) + (n * 528 if n <= 64 else 0)
         cases.append(Case(f"store_window n={n}", partial(_bench_inputs, n, 1), _bench_window, window_bytes, 0))
-        cases.append(Case(f"keep_window n={n}", partial(_bench_inputs, n, 1), _bench_keep, 1056 * n, 0))
+        if n <= 8192:
+            cases.append(Case(f"keep_window n={n}", partial(_bench_inputs, n, 1), _bench_keep, 1056 * n, 0))
         for ratio in (1, 2):
             entries = n if n <= 64 else n // ratio
             size = entries * ((1024 if ratio == 1 else 8192) + 356 + 256) + 131072
@@ -246,32 +258,31 @@ def _bench_inputs(n: int, ratio: int, device: torch.device) -> tuple[SimpleNames
     """Up to 64 rows: as many sequences, each at an odd position. More: 64 sequences of like length."""
     spans = min(n, 64)
     length = n // spans
-    g = torch.Generator().manual_seed(n)
+    g = torch.Generator(device).manual_seed(n)
     start = torch.full((spans,), 4097 if length == 1 else 4096)
     position = (start[:, None] + torch.arange(length)).flatten()
     span = torch.arange(spans).repeat_interleave(length)
     i32 = [x.to(device, torch.int32) for x in (span, start, start + length, torch.arange(spans) * length, torch.arange(spans) + 1)]
     per_block, size = 128 // ratio, 113920
     blocks = 33 + length // 128
-    table = torch.randperm(spans * blocks, generator=g).view(spans, blocks).to(device, torch.int32)
+    table = torch.randperm(spans * blocks, generator=g, device=device).view(spans, blocks).to(torch.int32)
     i32 += [torch.zeros_like(i32[1]), torch.zeros_like(i32[1]), table]
     step = Step(position.to(device), *i32)
-    wide = torch.randn((n, 1792), generator=g).to(device, torch.bfloat16)
+    wide = torch.randn((n, 1792), generator=g, device=device).bfloat16()
     bytes_ = per_block * 256, per_block * 288, per_block * 352
     turn = torch.empty((n, 2, 32), device=device)
     turn_table(step.position, torch.logspace(0, -4, 32, device=device), ratio, turn)
-    source = torch.randn((n, 512 if ratio == 1 else 1024), generator=g).to(device, torch.bfloat16 if ratio == 1 else torch.float32)
+    source = torch.randn((n, 512 * ratio), generator=g, device=device).to(torch.bfloat16 if ratio == 1 else torch.float32)
     rows = acting_rows(position, start[span], start[span] + length, ratio).to(device)
+    one = torch.ones(1280, dtype=torch.bfloat16, device=device)
     bench = SimpleNamespace(
         step=step, wide=wide, turn=turn, source=source, rows=rows, n=n,
-        q_norm=torch.ones(1280, device=device), kv_norm=torch.ones(512, device=device), k_norm=torch.ones(128, device=device),
-        wk=torch.randn((128, 512), generator=g).to(device, torch.bfloat16),
+        q_norm=one[:1280], kv_norm=one[:512], k_norm=one[:128], wk=torch.randn((128, 512), generator=g, device=device).bfloat16(),
         fresh=torch.empty((n, 528), dtype=torch.uint8, device=device),
         ring=torch.zeros((spans + 1, 128, 528), dtype=torch.uint8, device=device),
-        codes=torch.empty((n, 1280), dtype=torch.uint8, device=device), scales=torch.empty((n, 40), dtype=torch.uint8, device=device),
+        values=torch.empty((n, 1280), dtype=torch.bfloat16, device=device),
         pool=torch.zeros((spans * blocks, size), dtype=torch.uint8, device=device),
         planes=SourcePlanes(ratio, per_block, 0, *bytes_), pending=torch.zeros((spans + 1, 1, 2, 512), device=device),
-        pooled=torch.empty((n, 512), dtype=torch.bfloat16, device=device),
     )  # fmt: skip
     return (bench,)
 
@@ -279,7 +290,7 @@ def _bench_inputs(n: int, ratio: int, device: torch.device) -> tuple[SimpleNames
 def _bench_window(b: SimpleNamespace) -> None:
     ring = b.ring if b.n <= 64 else None
     q, kv = b.wide[:, :1280], b.wide[:, 1280:]
-    store_window(q, kv, b.q_norm, b.kv_norm, b.turn, 1e-6, b.step, b.fresh, ring, b.codes, b.scales)
+    store_window(q, kv, b.q_norm, b.kv_norm, b.turn, 1e-6, b.step, b.fresh, ring, values=b.values)
 
 
 def _bench_keep(b: SimpleNamespace) -> None:
@@ -287,8 +298,5 @@ def _bench_keep(b: SimpleNamespace) -> None:
 
 
 def _bench_entries(b: SimpleNamespace) -> None:
-    gated = b.planes.ratio == 2
-    store_entries(
-        b.source, b.kv_norm, b.wk, b.k_norm, b.turn, 1e-6, b.step, b.rows, b.pool, b.planes,
-        b.pending if gated else None, b.pooled if gated else None,
-    )  # fmt: skip
+    pending = b.pending if b.planes.ratio == 2 else None
+    store_entries(b.source, b.kv_norm, b.wk, b.k_norm, b.turn, 1e-6, b.step, b.rows, b.pool, b.planes, pending)

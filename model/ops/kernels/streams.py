@@ -1,7 +1,7 @@
-"""The Triton kernels behind `streams_ops`: the residual streams between two sub-layers, and the Engram read.
+"""The Triton kernel of the mHC step behind `streams_ops`: the residual streams between two sub-layers (see `rounding` for its form).
 
-triton is optional, so nothing here exists before `load` is called. `EXACT` is set in Triton's interpreter, where a store to bf16 cuts off
-instead of rounding and loops to a bound known only at run time fail. Helpers are globals, since a kernel sees no closures.
+`EXACT` is set in Triton's interpreter, where a store to bf16 cuts off instead of rounding and loops to a bound known only at run time
+fail.
 """
 
 # mypy: ignore-errors
@@ -12,240 +12,35 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import coefficients, dependent, mixing, rounding
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
-    """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, _bf16, _round_fp8, _fp8_codes, _sigmoid, _pin, _cut, _product, _mixed, _weights, _interleaved
-    global _shares, _parts, _column, _coefficients, _stored, _tile, _normed, _ended
+    """The kernel and what it is made of by name; `interpreted` is whether TRITON_INTERPRET is set."""
+    global tl, triton, _bf16, _round_fp8, _fp8_codes, _sigmoid, _matrix, _coefficients, _await
+    global _pin, _cut, _product, _mixed, _weights, _interleaved, _projection, _stored, _tile, _normed, _ended
     import triton
     import triton.language as tl
 
-    @triton.jit
-    def _bf16(x, EXACT: tl.constexpr):
-        """fp32 -> fp32 that bf16 holds, to nearest even."""
-        if EXACT:
-            bits = x.to(tl.int32, bitcast=True)
-            y = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-            y = tl.where(x == x, y, x)
-        else:
-            y = x.to(tl.bfloat16).to(tl.float32)
-        return y
-
-    @triton.jit
-    def _sigmoid(x):
-        return 1.0 / (1.0 + tl.exp(-x))
-
-    @triton.jit
-    def _round_fp8(v, amax):
-        """v fp32 in groups whose largest magnitude amax is broadcast to v: (v / scale) rounded to E4M3 values, bits of the scale.
-
-        A number with 3 mantissa bits and least exponent -6 is rounded to multiples of its last place, to even at ties, by adding and taking
-        away 1.5 * 2^23: no cast to FP8, which the interpreter gets wrong. NaN stays NaN.
-        """
-        bits = ((tl.maximum(amax, 1e-4) * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        v = v * ((254 << 23) - bits).to(tl.float32, bitcast=True)
-        step = (tl.maximum((v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 23, 121) - 3) << 23
-        q = (v * ((254 << 23) - step).to(tl.float32, bitcast=True) + 12582912.0 - 12582912.0) * step.to(tl.float32, bitcast=True)
-        return q, bits
-
-    @triton.jit
-    def _fp8_codes(q, v):
-        """E4M3 bits of the E4M3 values q, with the sign of v, which q has lost at zero; NaN gives 0x7F."""
-        a = tl.abs(q)
-        code = tl.where(a < 0.015625, (a * 512.0).to(tl.int32), (a.to(tl.int32, bitcast=True) >> 20) - 960)
-        code = tl.where(q == q, code, 0x7F)
-        return (code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-
-    @triton.jit
-    def _pin(x, EXACT: tl.constexpr):
-        """x bf16, as something that the compiler does not compute twice: it would redo the whole mix in a second layout for the product."""
-        if not EXACT:
-            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-        return x
-
-    @triton.jit
-    def _cut(w):
-        """w fp32 = high + middle + low, each of 8 bits and so exact in bf16."""
-        rest = w - (w.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        least = rest - (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        high = (w.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        middle = (rest.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        low = (least.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return high, middle, low
-
-    @triton.jit
-    def _product(t, high, middle, low, acc, EXACT: tl.constexpr):
-        """acc [BR, NP] + t [BR, K] times the sum of three [NP, K], all bf16: products are exact."""
-        if EXACT:
-            w = high.to(tl.float32) + middle.to(tl.float32) + low.to(tl.float32)
-            acc = tl.dot(t.to(tl.float32), tl.trans(w), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(t, tl.trans(low), acc)
-            acc = tl.dot(t, tl.trans(middle), acc)
-            acc = tl.dot(t, tl.trans(high), acc)
-        return acc
-
-    @triton.jit
-    def _mixed(x0, x1, x2, x3, o, q, S: tl.constexpr):
-        """A stream after the sub-layer's output o, fp32: post * o + sum_j comb[j] * x_j, with q = (post, comb[0], ...)."""
-        if S == 4:
-            t = q[0] * o + (q[1] * x0 + q[2] * x1 + q[3] * x2 + q[4] * x3)
-        else:
-            t = q[0] * o + (q[1] * x0 + q[2] * x1)
-        return t
-
-    @triton.jit
-    def _weights(post, comb, row, live, K: tl.constexpr, S: tl.constexpr):
-        """What stream K is mixed with: post[K] and comb[j, K], each [BR, 1]."""
-        q = comb + row * (S * S) + K
-        h = tl.load(post + row * S + K, mask=live, other=0.0)[:, None]
-        c0 = tl.load(q, mask=live, other=0.0)[:, None]
-        c1 = tl.load(q + S, mask=live, other=0.0)[:, None]
-        c2 = c0
-        c3 = c0
-        if S == 4:
-            c2 = tl.load(q + 2 * S, mask=live, other=0.0)[:, None]
-            c3 = tl.load(q + 3 * S, mask=live, other=0.0)[:, None]
-        return h, c0, c1, c2, c3
-
-    @triton.jit
-    def _interleaved(a, b, c, d, S: tl.constexpr):
-        """S tensors [R, B] -> [R, B * S], the streams of a column side by side."""
-        if S == 4:
-            t = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], a.shape[1] * 4])
-        else:
-            t = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1] * 2])
-        return t
-
-    @triton.jit
-    def _shares(a, b, c, d, eps, S: tl.constexpr, EXACT: tl.constexpr):
-        """Each of S numbers over their sum and eps, which is neither tiny nor huge. The reciprocal is off by one bit at most."""
-        if S == 4:
-            total = (a + b) + (c + d) + eps
-        else:
-            total = a + b + eps
-        if EXACT:
-            r = 1.0 / total
-        else:
-            r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1)
-        return a * r, b * r, c * r, d * r
-
-    @triton.jit
-    def _parts(a, b, c, d, eps, S: tl.constexpr, EXACT: tl.constexpr):
-        """Softmax of S numbers, plus eps."""
-        top = tl.maximum(a, b)
-        if S == 4:
-            top = tl.maximum(top, tl.maximum(c, d))
-        a = tl.exp(a - top)
-        b = tl.exp(b - top)
-        c = tl.exp(c - top)
-        d = tl.exp(d - top)
-        a, b, c, d = _shares(a, b, c, d, 0.0, S, EXACT)
-        return a + eps, b + eps, c + eps, d + eps
-
-    @triton.jit
-    def _column(raw, j, NP: tl.constexpr):
-        """Column j of raw [R, NP], within a warp."""
-        return tl.sum(tl.where(tl.arange(0, NP)[None, :] == j, raw, 0.0), 1)
-
-    @triton.jit
-    def _coefficients(
-        raw, row, live, new_pre, new_post, new_comb, eps, S: tl.constexpr, NP: tl.constexpr, ITERATIONS: tl.constexpr, EXACT: tl.constexpr,
-    ):  # fmt: skip
-        """From raw [R, NP], the projection times scale plus base. The matrix is S * S variables, so that its sums cross no lanes."""
-        m00 = _column(raw, 2 * S, NP)
-        m01 = _column(raw, 2 * S + 1, NP)
-        m10 = _column(raw, 3 * S, NP)
-        m11 = _column(raw, 3 * S + 1, NP)
-        m02 = m00
-        m03 = m00
-        m12 = m00
-        m13 = m00
-        m20 = m00
-        m21 = m00
-        m22 = m00
-        m23 = m00
-        m30 = m00
-        m31 = m00
-        m32 = m00
-        m33 = m00
-        if S == 4:
-            m02 = _column(raw, 10, NP)
-            m03 = _column(raw, 11, NP)
-            m12 = _column(raw, 14, NP)
-            m13 = _column(raw, 15, NP)
-            m20 = _column(raw, 16, NP)
-            m21 = _column(raw, 17, NP)
-            m22 = _column(raw, 18, NP)
-            m23 = _column(raw, 19, NP)
-            m30 = _column(raw, 20, NP)
-            m31 = _column(raw, 21, NP)
-            m32 = _column(raw, 22, NP)
-            m33 = _column(raw, 23, NP)
-        for k in tl.static_range(S):
-            gate = _column(raw, k, NP)
-            tl.store(new_pre + row * S + k, _sigmoid(gate) + eps, mask=live)
-            gate = _column(raw, S + k, NP)
-            tl.store(new_post + row * S + k, 2.0 * _sigmoid(gate), mask=live)
-        m00, m01, m02, m03 = _parts(m00, m01, m02, m03, eps, S, EXACT)
-        m10, m11, m12, m13 = _parts(m10, m11, m12, m13, eps, S, EXACT)
-        if S == 4:
-            m20, m21, m22, m23 = _parts(m20, m21, m22, m23, eps, S, EXACT)
-            m30, m31, m32, m33 = _parts(m30, m31, m32, m33, eps, S, EXACT)
-        m00, m10, m20, m30 = _shares(m00, m10, m20, m30, eps, S, EXACT)
-        m01, m11, m21, m31 = _shares(m01, m11, m21, m31, eps, S, EXACT)
-        if S == 4:
-            m02, m12, m22, m32 = _shares(m02, m12, m22, m32, eps, S, EXACT)
-            m03, m13, m23, m33 = _shares(m03, m13, m23, m33, eps, S, EXACT)
-        for _ in range(1, ITERATIONS):
-            m00, m01, m02, m03 = _shares(m00, m01, m02, m03, eps, S, EXACT)
-            m10, m11, m12, m13 = _shares(m10, m11, m12, m13, eps, S, EXACT)
-            if S == 4:
-                m20, m21, m22, m23 = _shares(m20, m21, m22, m23, eps, S, EXACT)
-                m30, m31, m32, m33 = _shares(m30, m31, m32, m33, eps, S, EXACT)
-            m00, m10, m20, m30 = _shares(m00, m10, m20, m30, eps, S, EXACT)
-            m01, m11, m21, m31 = _shares(m01, m11, m21, m31, eps, S, EXACT)
-            if S == 4:
-                m02, m12, m22, m32 = _shares(m02, m12, m22, m32, eps, S, EXACT)
-                m03, m13, m23, m33 = _shares(m03, m13, m23, m33, eps, S, EXACT)
-        to = new_comb + row * (S * S)
-        tl.store(to, m00, mask=live)
-        tl.store(to + 1, m01, mask=live)
-        tl.store(to + S, m10, mask=live)
-        tl.store(to + S + 1, m11, mask=live)
-        if S == 4:
-            tl.store(to + 2, m02, mask=live)
-            tl.store(to + 3, m03, mask=live)
-            tl.store(to + 6, m12, mask=live)
-            tl.store(to + 7, m13, mask=live)
-            tl.store(to + 8, m20, mask=live)
-            tl.store(to + 9, m21, mask=live)
-            tl.store(to + 10, m22, mask=live)
-            tl.store(to + 11, m23, mask=live)
-            tl.store(to + 12, m30, mask=live)
-            tl.store(to + 13, m31, mask=live)
-            tl.store(to + 14, m32, mask=live)
-            tl.store(to + 15, m33, mask=live)
-
-    @triton.jit
-    def _stored(out, b0, b1, b2, b3, mask, D: tl.constexpr, S: tl.constexpr):
-        tl.store(out, b0, mask=mask, eviction_policy="evict_first")
-        tl.store(out + D, b1, mask=mask, eviction_policy="evict_first")
-        if S == 4:
-            tl.store(out + 2 * D, b2, mask=mask, eviction_policy="evict_first")
-            tl.store(out + 3 * D, b3, mask=mask, eviction_policy="evict_first")
+    found = rounding.load(interpreted)
+    _bf16, _round_fp8, _fp8_codes, _sigmoid = found._bf16, found._round_fp8, found._fp8_codes, found._sigmoid
+    found = coefficients.load(interpreted)
+    _matrix, _coefficients = found._matrix, found._coefficients
+    found = mixing.load(interpreted)
+    _pin, _cut, _product, _mixed, _weights = found._pin, found._cut, found._product, found._mixed, found._weights
+    _interleaved, _projection, _stored = found._interleaved, found._projection, found._stored
+    _await = dependent.load(interpreted)._await
 
     @triton.jit
     def _tile(
-        start, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares, inside,
-        S: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+        start, streams, y, source, long, live, w, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares, inside,
+        S: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
         FIRST: tl.constexpr, MIX: tl.constexpr, PROJECT: tl.constexpr, COLLAPSE: tl.constexpr, NORM: tl.constexpr,
         PARTS: tl.constexpr, EXACT: tl.constexpr,
     ):  # fmt: skip
         """BD columns of BR rows: the new streams (bf16) and the collapsed input, with the sums carried on."""
         r = tl.arange(0, BR)
-        col = tl.arange(0, NP)
         dim = start + tl.arange(0, BD)
         mask = live[:, None] & (dim < D)[None, :]
         at = r[:, None] * (S * D) + dim[None, :]
@@ -268,24 +63,6 @@ def load(interpreted: bool) -> SimpleNamespace:
             o = x0
             if MIX:
                 o = tl.load(y + long * D + flat, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        if PROJECT:
-            if PARTS:
-                k = start * S + tl.arange(0, BD * S)
-                there = (col < N)[:, None] & (k < D * S)[None, :]
-                place = parts + col[:, None] * (S * D) + k[None, :]
-                high = tl.load(place, mask=there, other=0.0)
-                middle = tl.load(place + N * S * D, mask=there, other=0.0)
-                low = tl.load(place + 2 * N * S * D, mask=there, other=0.0)
-            else:
-                there = (col < N)[:, None] & (dim < D)[None, :]
-                place = fn + col[:, None] * (S * D) + dim[None, :]
-                w0 = tl.load(place, mask=there, other=0.0)
-                w1 = tl.load(place + D, mask=there, other=0.0)
-                w2 = w0
-                w3 = w0
-                if S == 4:
-                    w2 = tl.load(place + 2 * D, mask=there, other=0.0)
-                    w3 = tl.load(place + 3 * D, mask=there, other=0.0)
         if MIX:
             t0 = _mixed(x0, x1, x2, x3, o, q0, S)
             t1 = _mixed(x0, x1, x2, x3, o, q1, S)
@@ -308,12 +85,14 @@ def load(interpreted: bool) -> SimpleNamespace:
         x3 = b3.to(tl.float32)
         if PROJECT:
             if BR == 1:
-                wide += w0 * x0 + w1 * x1
+                wide += w[0] * x0 + w[1] * x1
                 if S == 4:
-                    wide += w2 * x2 + w3 * x3
+                    wide += w[2] * x2 + w[3] * x3
             else:
-                if not PARTS:
-                    high, middle, low = _cut(_interleaved(w0, w1, w2, w3, S))
+                if PARTS:
+                    high, middle, low = w[0], w[1], w[2]
+                else:
+                    high, middle, low = _cut(_interleaved(w[0], w[1], w[2], w[3], S))
                 acc = _product(_interleaved(b0, b1, b2, b3, S), high, middle, low, acc, EXACT)
             square = x0 * x0 + x1 * x1
             if S == 4:
@@ -433,6 +212,9 @@ def load(interpreted: bool) -> SimpleNamespace:
         if HELD:
             dim = split * BD + tl.arange(0, BD)
             gain = tl.load(norm + dim, mask=dim < D, other=0.0).to(tl.float32)[None, :]
+        if ONE:
+            w = _projection(split * CHUNK, fn, parts, S, D, N, NP, BD, PROJECT, PARTS)
+        _await()
         if EXACT:
             turns = 1
         else:
@@ -474,8 +256,8 @@ def load(interpreted: bool) -> SimpleNamespace:
                     p3 = tl.load(pre + row * S + 3, mask=live, other=0.0)[:, None]
             if ONE:
                 acc, wide, squares, inside, c, b0, b1, b2, b3 = _tile(
-                    split * CHUNK, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares,
-                    inside, S, D, N, NP, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
+                    split * CHUNK, streams, y, source, long, live, w, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares,
+                    inside, S, D, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
                 )  # fmt: skip
             else:
                 c = 0.0
@@ -484,8 +266,9 @@ def load(interpreted: bool) -> SimpleNamespace:
                     dim = start + tl.arange(0, BD)
                     mask = live[:, None] & (dim < D)[None, :]
                     acc, wide, squares, inside, t, b0, b1, b2, b3 = _tile(
-                        start, streams, y, source, long, live, fn, parts, q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares,
-                        inside, S, D, N, NP, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
+                        start, streams, y, source, long, live, _projection(start, fn, parts, S, D, N, NP, BD, PROJECT, PARTS),
+                        q0, q1, q2, q3, p0, p1, p2, p3, acc, wide, squares, inside,
+                        S, D, BR, BD, FIRST, MIX, PROJECT, COLLAPSE, NORM, PARTS, EXACT,
                     )  # fmt: skip
                     if STORE:
                         _stored(out + long * (S * D) + r[:, None] * (S * D) + dim[None, :], b0, b1, b2, b3, mask, D, S)
@@ -531,59 +314,4 @@ def load(interpreted: bool) -> SimpleNamespace:
                     PROJECT, NORM, HELD, ROUNDED, CODES, EXACT,
                 )  # fmt: skip
 
-    @triton.jit
-    def engram_gather(
-        codes, scales, ids, rounded, out_codes, out_scales, rows, modulo,
-        W: tl.constexpr, BR: tl.constexpr, FOLD: tl.constexpr, ROUNDED: tl.constexpr, CODES: tl.constexpr, EXACT: tl.constexpr,
-    ):  # fmt: skip
-        """BR table rows of W = 32 * G columns each: read, widened to bf16 and FP8-rounded as the input of `wkv`."""
-        G: tl.constexpr = W // 32
-        row = tl.program_id(0) * BR + tl.arange(0, BR)
-        live = row < rows
-        place = tl.load(ids + row, mask=live, other=0)
-        if FOLD:
-            place = place % modulo
-        group = tl.arange(0, G)
-        d = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-        mask = live[:, None, None]
-        code = tl.load(codes + place[:, None, None] * W + d[None, :, :], mask=mask, other=0).to(tl.int32)
-        power = tl.load(scales + place[:, None] * G + group[None, :], mask=live[:, None], other=127).to(tl.int32)
-        power = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
-        a = code & 0x7F
-        v = tl.where(a < 8, a.to(tl.float32) * 0.001953125, ((a << 20) + (120 << 23)).to(tl.float32, bitcast=True))
-        v = tl.where(a == 0x7F, float("nan"), v)
-        v = _bf16(tl.where(code > 127, -v, v) * power[:, :, None], EXACT)
-        q, bits = _round_fp8(v, tl.max(tl.abs(v), 2)[:, :, None])
-        at = row.to(tl.int64)[:, None, None] * W + d[None, :, :]
-        if ROUNDED:
-            tl.store(rounded + at, (q * bits.to(tl.float32, bitcast=True)).to(tl.bfloat16), mask=mask)
-        if CODES:
-            tl.store(out_codes + at, _fp8_codes(q, v), mask=mask)
-            tl.store(out_scales + row[:, None] * G + group[None, :], tl.max(bits >> 23, 2).to(tl.uint8), mask=live[:, None])
-
-    @triton.jit
-    def engram_gate(
-        streams, z, q_weight, k_weight, text, out, eps,
-        S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
-    ):  # fmt: skip
-        """Program (row, stream), the whole stream in registers. z [n, (S + 1) * D]: keys of the streams, then the value."""
-        row = tl.program_id(0).to(tl.int64)
-        s = tl.program_id(1)
-        dim = tl.arange(0, DP)
-        mask = dim < D
-        at = (row * S + s) * D + dim
-        x = tl.load(streams + at, mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(z + row * ((S + 1) * D) + s * D + dim, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(z + row * ((S + 1) * D) + S * D + dim, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(q_weight + s * D + dim, mask=mask, other=0.0).to(tl.float32)
-        w = w * tl.load(k_weight + s * D + dim, mask=mask, other=0.0).to(tl.float32)
-        length = tl.rsqrt(tl.sum(x * x, 0) / D + eps) * tl.rsqrt(tl.sum(k * k, 0) / D + eps)
-        dot = tl.sum(x * w * k, 0) * length * (D**-0.5)
-        root = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
-        negative = (dot + tl.zeros([1], tl.float32)).to(tl.int32, bitcast=True) < 0
-        gate = _sigmoid(tl.where(negative, -root, root))
-        if MASKED:
-            gate = tl.where(tl.load(text + row) != 0, gate, 0.0)
-        tl.store(out + at, _bf16(x + gate * value, EXACT).to(tl.bfloat16), mask=mask)
-
-    return SimpleNamespace(step=step, engram_gather=engram_gather, engram_gate=engram_gate, tl=tl, cdiv=triton.cdiv)
+    return SimpleNamespace(step=step, tl=tl, cdiv=triton.cdiv)

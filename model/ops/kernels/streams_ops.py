@@ -1,4 +1,4 @@
-"""The residual streams between two sub-layers, and the Engram read, as one kernel each (spec/model.md §7, §9).
+"""The residual streams between two sub-layers as one kernel (spec/model.md §7).
 
 `StreamStep` fuses `hyper_connections.mix`, `.collapse`, `rms_norm`, `formats.fp8_round` and the next `project` and `coefficients`: one
 reading and one writing of the streams. It owns the buffers in which programs meet, so one object serves one CUDA stream at a time.
@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 from forebay.model.ops.hyper_connections import Coefficients
+from forebay.model.ops.kernels import dependent
+from forebay.model.ops.kernels.engram_ops import engram_gate, engram_gather
+
+__all__ = ["Connection", "Input", "StreamStep", "Tuning", "bench_cases", "cut", "engram_gate", "engram_gather"]
 
 GROUP = 32
 _PLACES = 2  # for the sums of a row block, used in turn
@@ -214,7 +218,7 @@ class StreamStep:
         x, rounded, codes, scales = into if into is not None else (none, None, None, None)
         given = (streams, out, y, tokens, post, comb, pre, fn, parts, scale, base, norm, x, rounded, codes, scales)
         meets = following is not None or norm is not None
-        options: dict[str, Any] = {"num_warps": tuned.warps, "num_stages": 1}
+        options: dict[str, Any] = {"num_warps": tuned.warps, "num_stages": 1, **dependent.load(_interpreted()).OPTIONS}
         if tuned.registers:
             options["maxnreg"] = tuned.registers
         if meets and not _interpreted():
@@ -230,44 +234,6 @@ class StreamStep:
 
     def _tiles(self, n: int, tuning: Tuning, device: torch.device) -> Tiles:
         return tiles(n, self.width, tuning, _programs(device, tuning))
-
-
-def engram_gather(
-    codes: Tensor, scales: Tensor, ids: Tensor, rounded: Tensor | None = None, out_codes: Tensor | None = None,
-    out_scales: Tensor | None = None, *, modulo: int | None = None,
-) -> None:  # fmt: skip
-    """FP8-rounded table rows, the input of an Engram's `wkv`.
-
-    codes [rows, width] and scales [rows, width/32] uint8 on the device or in pinned host memory; ids [n, columns] int64 on the device ->
-    rounded [n, columns * width] bf16 and, or, out_codes of the same shape with out_scales [n, columns * width / 32], both uint8. A value
-    that is not a number makes its group so (codes 0x7F). With `modulo`, at most the table's rows, ids (not negative) count modulo that.
-
-    Floor: 24 rows of 264 bytes read (over the host link if the table is there) and 12,288 bytes written a token (6,336 as codes).
-    """
-    rows, width = ids.numel(), codes.shape[1]
-    if rows == 0:
-        return
-    k, block = _kernels(), 4
-    targets = tuple(ids if a is None else a for a in (rounded, out_codes, out_scales))
-    k.engram_gather[(-(-rows // block),)](
-        codes, scales, ids, *targets, rows, modulo or 1, W=width, BR=block, FOLD=modulo is not None,
-        ROUNDED=rounded is not None, CODES=out_codes is not None, EXACT=_interpreted(), num_warps=2,
-    )  # fmt: skip
-
-
-def engram_gate(streams: Tensor, z: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, text_mask: Tensor | None, out: Tensor) -> None:
-    """`engram_gate.engram_gate` for z [n, (S + 1) * D] bf16 as `wkv` gives it; weights [S, D]; out [n, S, D] bf16 may be `streams`.
-
-    text_mask: [n] uint8 or bool. Floor: 133,120 bytes a row at D = 5120, S = 4, the value read once; weights 82 KB a launch.
-    """
-    n, s, d = streams.shape
-    if n == 0:
-        return
-    text = z if text_mask is None else text_mask.view(torch.uint8)
-    _kernels().engram_gate[(n, s)](
-        streams, z, q_weight, k_weight, text, out, eps, S=s, D=d, DP=_power(d), MASKED=text_mask is not None,
-        EXACT=_interpreted(), num_warps=8 if d > 1024 else 1,
-    )  # fmt: skip
 
 
 Case = tuple[str, Callable[[torch.device], tuple[Any, ...]], Callable[..., Any], int, int]

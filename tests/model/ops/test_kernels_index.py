@@ -152,32 +152,80 @@ def test_candidates() -> None:
     assert torch.equal(out, p.expected(entry))
 
 
+@pytest.mark.parametrize("maxima", [False, True])
+@pytest.mark.parametrize("entries", [128, 64])
+def test_pages(entries: int, maxima: bool) -> None:
+    """Lone rows over pages as the network has them, which Hopper copies whole, give the same bits as any other scan.
+
+    One tile, whose row is not the first, and several, in no order, one of which has no rows and one sees nothing.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    g = torch.Generator().manual_seed(entries)
+    pages, lines, heads, columns = 90, entries * 68 // 128 + 3, 32 if maxima else 5, 40 * entries + 8
+    pool = torch.randint(0, 256, (pages * lines * 128,), dtype=torch.uint8, generator=g)
+    codes = pool.as_strided((pages, entries, 64), (lines * 128, 64, 1), 16)
+    scales = pool.as_strided((pages, entries, 4), (lines * 128, 4, 1), 16 + entries * 64)
+    scales.copy_(torch.randint(110, 130, scales.shape, dtype=torch.uint8, generator=g))
+    table = (torch.randperm(pages - 2, generator=g) + 1).to(torch.int32).view(2, -1)
+    visible = torch.tensor([1, 3 * entries, 17, 39 * entries + 5, 40 * entries, 0, 1000, 3], dtype=torch.int32)
+    span = torch.tensor([0, 1, 0, 1, 0, 1, 1, -1], dtype=torch.int32)
+    q = torch.randn((8, heads, 128), generator=g).to(torch.bfloat16)
+    turn = torch.tensor([1.0, 0.0]).view(1, 2, 1).repeat(8, 1, 32)
+    q = index_ops.round_queries(q, turn, index_ops.empty_queries(8, heads, 128, "cpu"))
+    weights = torch.randn((8, heads), generator=g).to(torch.bfloat16)
+    for first, rows in (([3], [1]), ([6, 4, 0, 7, 5, 3, 1], [1, 1, 1, 0, 1, 1, 1])):
+        tiles = Tiles(torch.tensor(first, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32), 1)
+        found = []
+        for tuning in (index_ops.PAGED[entries], Tuning()):
+            out = torch.full((8, columns), 7.0, dtype=torch.bfloat16)
+            best = torch.full((8, columns // 8), 7.0, dtype=torch.bfloat16)
+            given = best if maxima else None
+            index_ops.score_keys(q, weights, Keys(codes, scales, table), tiles, span, visible, out, maxima=given, tuning=tuning)
+            live = {r for r, many in zip(first, rows, strict=True) if many}
+            for row, seen in enumerate(visible.tolist()):
+                assert bool((out[row, :seen] != 7).float().mean() > 0.9) if row in live and seen else bool((out[row, :seen] == 7).all())
+                assert bool(((out[row, seen:] == 7) | (out[row, seen:] == -INF)).all())
+                out[row, seen:] = 0
+                best[row, -(-seen // 8) :] = 0
+            found.append((out, best))
+        assert found[0][0].float().std() > 1 and bool(torch.isfinite(found[0][0]).all())
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize("where", ["scattered", "together", "too many"])
 @pytest.mark.parametrize("m", [700, 4096, 65_536, 130_000, 260_001, 1_048_576])
 def test_planted_needles(m: int, where: str) -> None:
-    """Stored keys that answer the query, first and last among them, are those that are found, in pages of a random order."""
+    """Stored keys that answer the query, first and last among them, are those that are found, in pages of a random order.
+
+    As in steps of a server, the long ones are what a row sees of room for a million.
+    """
     if m > 700 and not torch.cuda.is_available():
         pytest.skip("too long for the interpreter")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(m)
     k, heads, entries = min(512, m // 50), 32 if m > 700 else 2, 64 if where == "together" else 128
-    pages, count = -(-m // entries) + 1, k + (k // 4 if where == "too many" else 0)
-    codes = torch.randint(0, 256, (pages, entries, 64), dtype=torch.uint8, generator=g)
-    scales = torch.full((pages, entries, 4), 122, dtype=torch.uint8)
-    table = (torch.randperm(pages - 1, generator=g) + 1).unsqueeze(0)
+    pages, count, columns = -(-m // entries) + 1, k + (k // 4 if where == "too many" else 0), m + 8 if m <= 4096 else (1 << 20) + 8
+    pool = torch.randint(0, 256, (pages, entries * 68 + 128), dtype=torch.uint8, generator=g).to(device)
+    codes = pool.as_strided((pages, entries, 64), (entries * 68 + 128, 64, 1))
+    scales = pool.as_strided((pages, entries, 4), (entries * 68 + 128, 4, 1), entries * 64)
+    scales.fill_(122)
+    table = torch.zeros((1, -(-columns // entries)), dtype=torch.int64)
+    table[0, : pages - 1] = torch.randperm(pages - 1, generator=g) + 1
     needles = torch.cat((torch.tensor([0, m - 1]), torch.randperm(m - 2, generator=g)[: count - 2] + 1))
     if where == "together":
         needles = torch.cat((needles[: k // 8], torch.arange(m // 3, m // 3 + k - k // 8)))
     needles = needles.unique()
-    block, place = entry_places(table, torch.zeros(1, dtype=torch.int64), needles.unsqueeze(0), entries)
+    block, place = (x[0].to(device) for x in entry_places(table, torch.zeros(1, dtype=torch.int64), needles.unsqueeze(0), entries))
     signs = torch.randint(0, 2, (128,), generator=g)
-    codes[block[0], place[0]] = (7 | signs[0::2] << 3 | 7 << 4 | signs[1::2] << 7).to(torch.uint8)
-    scales[block[0], place[0]] = 127
+    codes[block, place] = (7 | signs[0::2] << 3 | 7 << 4 | signs[1::2] << 7).to(torch.uint8).to(device)
+    scales[block, place] = 127
     q = (1.0 - 2.0 * signs).expand(1, heads, 128).to(torch.bfloat16).contiguous()
     turn = torch.tensor([1.0, 0.0]).view(1, 2, 1).repeat(1, 1, 32)
     rounded = index_ops.round_queries(q, turn, index_ops.empty_queries(1, heads, 128, "cpu"))
     one, zero, visible = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.tensor([m], dtype=torch.int32)
-    scores = torch.full((1, m + 8), torch.nan, dtype=torch.bfloat16)
-    maxima = torch.full((1, m // 8 + 2), torch.nan, dtype=torch.bfloat16)
+    scores = torch.full((1, columns), torch.nan, dtype=torch.bfloat16, device=device)
+    maxima = torch.full((1, columns // 8 + 1), torch.nan, dtype=torch.bfloat16, device=device)
     keys, weights = Keys(codes, scales, table.to(torch.int32)), torch.ones((1, heads), dtype=torch.bfloat16)
     index_ops.score_keys(rounded, weights, keys, Tiles(zero, one, 1), zero, visible, scores, maxima=maxima)
     for given in (None, maxima):
