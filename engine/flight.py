@@ -47,7 +47,6 @@ class Flights:
     Attributes:
         current: the step in flight.
         leaving: sequences that ended while a row of theirs was in flight, and whether what they computed may stay cached.
-        started: sequences whose blocks came in from the SSD store during a flight, to be counted with those that the next schedule starts.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Flights:
         self.runner, self.manager, self.scheduler, self.reservoir, self._known = runner, manager, scheduler, reservoir, known
         self.current: Flight | None = None
         self.leaving: list[tuple[Sequence, bool]] = []
-        self.started: list[Sequence] = []
 
     def may_fly(self, rows: list[Row]) -> bool:
         """Whether a step may be left to the device: every row adds a token to an output and needs nothing from the host for it."""
@@ -83,17 +81,14 @@ class Flights:
     def ahead(self, flight: Flight) -> Flight | None:
         """Launch the step after `flight`, which is not settled; None where something else has to come first.
 
-        Sequences that wait for blocks from the SSD store do not come first: copying these to the device is started while it is busy.
+        Sequences that wait do not come first: neither those for which there is no room, nor those whose blocks come from the SSD store.
+        Copying these to the device is started while it is busy.
         """
         scheduler = self.scheduler
         live = [row for row in flight.rows if self.alive(flight, row.sequence)]
-        restoring = [s for s in scheduler.running if s.restoring] if len(live) != len(scheduler.running) else []
-        if len(live) + len(restoring) != len(scheduler.running) or scheduler.may_admit():
+        waiting = sum(s.restoring for s in scheduler.running) if len(live) != len(scheduler.running) else 0
+        if len(live) + waiting != len(scheduler.running) or not scheduler.meanwhile():
             return None
-        if restoring:
-            self._receive(restoring)
-            if not all(s.restoring for s in restoring):
-                return None  # one has all its blocks, or will not get them: it is to be scheduled
         rows, size = [], self.manager.layout.block_tokens
         for row in live:
             sequence, start = row.sequence, row.stop
@@ -104,16 +99,6 @@ class Flights:
             floors = max(row.write_from, start), row.window_from, row.decoder_from, row.decoder_window_from
             rows.append(Row(sequence, start, start + 1, *floors, True))
         return self.launch(rows, flight) if rows else None
-
-    def _receive(self, restoring: list[Sequence]) -> None:
-        """What `Scheduler.schedule` does for them in steps that are not ahead."""
-        scheduler, started = self.scheduler, self.scheduler.started
-        scheduler.started = self.started
-        try:
-            self.manager.pool.copies.collect()
-            scheduler._receive(restoring)
-        finally:
-            scheduler.started = started
 
     def alive(self, flight: Flight, sequence: Sequence) -> bool:
         """Whether its row of the flight counts."""

@@ -48,18 +48,21 @@ class FusedRunner(Runner):
         self._compiled: set[int] = set()
         self._pool = torch.cuda.graph_pool_handle() if backbone.device.type == "cuda" else None
 
-    def warm(self, rows: int, progress: Callable[[int, int, str], None] | None = None, *, chunk: int = 512) -> None:
+    def warm(
+        self, rows: int, progress: Callable[[int, int, str], None] | None = None, *, chunk: int = 512, lengths: SequenceOf[int] = REHEARSED
+    ) -> None:
         """Capture the graphs of all buckets that batches of up to `rows` rows need, the largest first, whose memory the others share.
 
         On a GPU, all their kernels and most of those of prompts are compiled before, many at once; what was compiled is kept on disk.
 
-        progress: as of `build_engine`, told what is going on. chunk: rows of a step that runs a prompt.
+        progress: as of `build_engine`, told what is going on. chunk: rows of a step that runs a prompt. lengths: of prompts or chunks,
+        up to `chunk`, whose kernels are compiled.
         """
         tell = progress or (lambda done, total, text: None)
         needed = [b for i, b in enumerate(self.buckets) if i == 0 or self.buckets[i - 1] < rows]
         if self.device.type == "cuda":
             tell(0, 0, "compiling kernels")
-            self._compile(needed, [length for length in REHEARSED if length <= chunk], [n for n in TOGETHER if n <= rows])
+            self._compile(needed, [length for length in lengths if length <= chunk], [n for n in TOGETHER if n <= rows])
         for number, bucket in enumerate(reversed(needed), 1):
             tell(0, 0, f"capturing decode steps: {number} of {len(needed)}")
             self.step_of(bucket)

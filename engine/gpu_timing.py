@@ -50,8 +50,10 @@ def repeats_for(once_ms: float) -> int:
 def graph_seconds(work: Callable[[], object], *, flush: torch.Tensor | None = None, samples: int = SAMPLES) -> tuple[float, list[float]]:
     """Median seconds of `work`, and all samples.
 
-    Without `flush`, one graph has several repeats: what fits in the L2 cache stays there. With it (a buffer larger than the cache), a
-    graph has one run, and the buffer is written before each, outside of the timed part; starting the graph is then included.
+    Without `flush`, one graph has several repeats: what fits in the L2 cache stays there. With it (a buffer larger than the cache, of a
+    multiple of 8 bytes), a graph has one run, and the buffer is read before each, outside of the timed part; starting the graph is then
+    included. It is read, not written, so that the cache holds what it holds in a step, weights that were read: lines that were written
+    would go back to memory while the work is timed (28 us instead of 22 for a kernel that only reads 71 MB).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -72,7 +74,7 @@ def graph_seconds(work: Callable[[], object], *, flush: torch.Tensor | None = No
     seconds = []
     for _ in range(samples):
         if flush is not None:
-            flush.zero_()
+            torch.amax(flush.view(torch.int64))
         begin.record()
         graph.replay()
         end.record()

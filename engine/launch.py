@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,8 +40,9 @@ from forebay.model.source import resolve
 from forebay.model.tokenizer import Tokenizer
 
 DEFAULT_KV_TOKENS = 262_144
-KV_SHARE = 0.4  # of free memory, at most, when `kv_tokens` is not given
-KERNEL_KV_SHARE = 0.9  # of what the GPU kernels leave, whose working memory is known beforehand
+KV_SHARE = 0.4  # of a CPU's free memory, at most, when `kv_tokens` is not given
+TORCH_SHARE = 0.5  # of a GPU's free memory is left to torch operations, whose working memory is not known beforehand
+MOST_BLOCKS = 1 << 20  # chosen for a GPU: the host's lists of more would take hundreds of megabytes; 134M tokens of the released model
 TRITON = (3, 6)  # with the layouts and instructions that some of them spell out
 HOPPER = (9, 0)  # compute capability that the GPU kernels are written for
 
@@ -89,13 +89,12 @@ def build_engine(
     chat: bool = True,
     tiers: TierOptions | None = None,
     clock: Callable[[], float] = time.time,
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> Engine:
     """An engine over opened weights. With `chat`, the tokenizer must have the tokens of the chat encoding.
 
     `clock` tells the age of what the tiers keep, in seconds since the epoch. With `kernels` the network runs as Triton kernels and
-    captured graphs on a CUDA device that can run them, else as torch operations. It is off by default: the network of kernels is measured
-    (`bench step`), but the tests of the whole engine over it do not pass on a GPU yet.
+    captured graphs on a CUDA device that can run them, else as torch operations.
 
     Raises:
         ConfigError: the device is not there, or a tier cannot be opened.
@@ -112,10 +111,9 @@ def build_engine(
     if fused and (why := without_kernels(config, device)) is not None:
         log.warning("the GPU kernels cannot run this model, torch operations do: %s", why)
         fused = False
+    options = options.settled(fused)
     runner = (_fused_runner if fused else _torch_runner)(weights, layout, device, options, progress)
     blocks, windows = runner.blocks, runner.windows
-    if options.overlap is None:
-        options = replace(options, overlap=fused)
     identity = f"{weights.fingerprint}/{tokenizer.fingerprint}/{ENCODING_VERSION}"
     manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
     tiers = tiers or TierOptions()
@@ -167,8 +165,13 @@ def _torch_runner(weights: Weights, layout: KVLayout, device: str, options: Engi
         batch_invariant=options.batch_invariant,
         progress=progress,
     )
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else Machine.here(Path.cwd()).memory_free
-    blocks, windows = _pools(layout, weights.config, options, device, int(free * KV_SHARE))
+    config = weights.config
+    if device.startswith("cuda"):
+        free = torch.cuda.mem_get_info(device)[0]
+        most = _kv_limit(layout, config, options, free, int(free * TORCH_SHARE))
+    else:
+        most = int(Machine.here(Path.cwd()).memory_free * KV_SHARE)
+    blocks, windows = _pools(layout, config, options, device, most)
     return Runner(backbone, blocks, windows)
 
 
@@ -178,30 +181,47 @@ def _fused_runner(weights: Weights, layout: KVLayout, device: str, options: Engi
     from forebay.model.fused.network import FusedBackbone
 
     config = weights.config
+    torch.cuda.empty_cache()  # of a network that is gone; the free memory decides what is kept beside the weights
     backbone = FusedBackbone(weights, device=device, progress=progress)
     torch.cuda.empty_cache()  # what loading has used and no longer needs is free as well
-    longest, chunk = _longest(options, config), max(options.encoder_tokens, options.decoder_tokens)
-    reserved = working_bytes(config, options.max_sequences, chunk, longest)
-    reserved += (options.max_sequences + 1) * (layout.window_bytes + layout.pending_bytes)
-    most = _kv_bytes(layout, torch.cuda.mem_get_info(device)[0], reserved) if options.kv_tokens is None else 0
+    longest, chunk = _longest(options, config), max(options.budgets)
+    working = working_bytes(config, options.max_sequences, chunk, longest)
+    most = _kv_limit(layout, config, options, torch.cuda.mem_get_info(device)[0], working)
     blocks, windows = _pools(layout, config, options, device, most)
     runner = FusedRunner(backbone, blocks, windows, max_tokens=longest)
     runner.warm(options.max_sequences, progress, chunk=chunk)
     return runner
 
 
-def _kv_bytes(layout: KVLayout, free: int, reserved: int) -> int:
-    """Bytes of blocks that a GPU has room for, of `free` bytes beside the weights, `reserved` of which are for steps and windows.
+def _kv_limit(layout: KVLayout, config: ModelConfig, options: EngineOptions, free: int, working: int) -> int:
+    """Bytes of blocks that a GPU gets, of `free` bytes beside the weights; `working` is what steps may take. 0 if `kv_tokens` says it.
 
     Raises:
-        ConfigError: there is not room for one block.
+        ConfigError: there is not room for the longest sequence.
     """
-    most = int((free - reserved) * KERNEL_KV_SHARE)
+    if options.kv_tokens is not None:
+        return 0
+    reserved = working + (options.max_sequences + 1) * (layout.window_bytes + layout.pending_bytes)
+    return _kv_bytes(layout, free, reserved, options.kv_memory_fraction, _longest(options, config))
+
+
+def _kv_bytes(layout: KVLayout, free: int, reserved: int, fraction: float = 0.9, longest: int = 1) -> int:
+    """Bytes of blocks that a GPU has room for: a fraction of `free` bytes beside the weights, less `reserved` ones for steps and windows.
+
+    Raises:
+        ConfigError: there is not room for `longest` tokens, or for one block.
+    """
+    most = int((free - reserved) * fraction)
+    beside = f"{free / 1e9:.1f} GB are free beside the weights, and steps and windows may take {reserved / 1e9:.1f} GB"
     if most < layout.block_bytes:
+        advice = "lower max_sequences, max_context or encoder_tokens, or give kv_tokens"
+        raise ConfigError(f"no GPU memory is left for KV: {beside}; {advice}", param="kv_tokens")
+    tokens = (most // layout.block_bytes - 1) * layout.block_tokens  # one is the null block
+    if tokens < longest:
         raise ConfigError(
-            f"no GPU memory is left for KV: {free / 1e9:.1f} GB are free beside the weights, and steps and windows may take "
-            f"{reserved / 1e9:.1f} GB; lower max_sequences, max_context or encoder_tokens, or give kv_tokens",
-            param="kv_tokens",
+            f"GPU memory is left for {tokens:,} tokens of KV, the longest sequence has {longest:,}: {beside}, and of the rest KV gets "
+            f"{fraction:g} (kv_memory_fraction); lower max_context to {tokens}, or max_sequences or encoder_tokens, or give kv_tokens",
+            param="max_context",
         )
     return most
 
@@ -212,11 +232,18 @@ def _longest(options: EngineOptions, config: ModelConfig) -> int:
 
 
 def _pools(layout: KVLayout, config: ModelConfig, options: EngineOptions, device: str, most: int) -> tuple[BlockPool, WindowPool]:
-    """Memory for KV, the null block and the null slot included. `most`: bytes of blocks, when `kv_tokens` is not given."""
+    """Memory for KV, the null block and the null slot included.
+
+    `most`: bytes of blocks, when `kv_tokens` is not given. A GPU's are used, since nothing else needs them and they keep prefixes; a CPU's
+    as far as two of the longest sequences take them.
+    """
     tokens = options.kv_tokens
     if tokens is None:
         affordable = most // layout.block_bytes * layout.block_tokens
-        tokens = max(layout.block_tokens, min(max(2 * _longest(options, config), DEFAULT_KV_TOKENS), affordable))
+        if device == "cpu":
+            tokens = max(layout.block_tokens, min(max(2 * _longest(options, config), DEFAULT_KV_TOKENS), affordable))
+        else:
+            tokens = min(affordable - layout.block_tokens, MOST_BLOCKS * layout.block_tokens)  # and the null block
     return BlockPool(layout, layout.blocks_for(tokens) + 1, device), WindowPool(layout, config, options.max_sequences + 1, device)
 
 
@@ -231,10 +258,11 @@ def build_client(
     progress: Progress | None = None,
     tiers: TierOptions | None = None,
     clock: Callable[[], float] = time.time,
+    kernels: bool = True,
 ) -> EngineClient:
     """Resolve, open and check a model, and build the engine that serves it. Blocks for as long as loading takes.
 
-    `tiers` and `clock` as in `build_engine`.
+    `tiers`, `clock` and `kernels` as in `build_engine`.
     """
     torch.set_num_threads(threads)
     source = resolve(model)
@@ -242,8 +270,9 @@ def build_client(
     weights = source.open(scan=True, progress=progress, device=device)
     name = model_name or source.name
     engine = build_engine(
-        weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress, tiers=tiers, clock=clock
-    )
+        weights, model_name=name, device=device, prefill=prefill, options=options, progress=progress, tiers=tiers, clock=clock,
+        kernels=kernels,
+    )  # fmt: skip
     assert engine.codec is not None
     # A server keeps its weights and tables for ever; later collections need not walk them. The process of an `LLM` is its caller's.
     gc.collect()

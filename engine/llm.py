@@ -27,6 +27,8 @@ from forebay.model.ops import formats
 from forebay.model.ops.hyper_connections import collapse
 from forebay.model.source import resolve
 
+LOGIT_ROWS = 512  # whose logits are on the device at once; of the released vocabulary they take 265 MB
+
 
 class LLM:
     """A model to call directly.
@@ -38,8 +40,7 @@ class LLM:
         tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
         chat: the tokenizer must have the tokens of the chat encoding; `engine.codec` then makes the prompts of `run`.
         clock: seconds since the epoch, by which these keep things.
-        kernels: on a CUDA device, run the GPU kernels if they can take the model, otherwise torch operations; off until the engine's
-            tests pass with them on a GPU.
+        kernels: on a CUDA device, run the GPU kernels if they can take the model, otherwise torch operations.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
     """
 
@@ -52,7 +53,7 @@ class LLM:
         tiers: TierOptions | None = None,
         chat: bool = False,
         clock: Callable[[], float] = time.time,
-        kernels: bool = False,
+        kernels: bool = True,
         **engine_options: Any,
     ) -> None:
         known = EngineOptions.__dataclass_fields__
@@ -198,12 +199,13 @@ class LLM:
             raise EngineError("no room in the block pool for this sequence")
         logits = []
         try:
-            for start in range(0, len(ids), engine.options.encoder_tokens):
-                stop = min(start + engine.options.encoder_tokens, len(ids))
+            most = engine.options.budgets[0]
+            for start in range(0, len(ids), most):
+                stop = min(start + most, len(ids))
                 row = Row(sequence, start, stop, start, 0, 0, 0, wants_logits=False)
                 _, scored = engine.runner.run([row], record)
                 assert scored[0] is not None
-                logits.append(engine.runner.logits(scored[0]).cpu())
+                logits += [engine.runner.logits(rows).cpu() for rows in scored[0].split(LOGIT_ROWS)]
             if kept is not None:
                 kept.update(self._entries(sequence))
         finally:

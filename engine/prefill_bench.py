@@ -167,7 +167,7 @@ def against_torch(weights: Weights, device: str, timer: Timer, tokens: int, repe
             step: Callable[[], Tensor | None] = partial(forward, runner, *last, [single])
         else:
             fused = FusedRunner(FusedBackbone(weights, device=device), blocks, windows, max_tokens=tokens + 1, buckets=[1])
-            fused.warm(1, chunk=tokens)
+            fused.warm(1, chunk=tokens, lengths=(tokens,))
             runner, step = fused, partial(fused.step_of(1).run, [row])
         for what, work in (("prefill", partial(forward, runner, *prompt, [whole])), ("decode", step)):
             result = work()

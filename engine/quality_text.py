@@ -68,7 +68,7 @@ def distributions(asker: Asker, parts: Sequence[Excerpt]) -> list[Tensor] | None
 
 def _follow(asker: Asker, part: Excerpt, salt: str) -> Tensor:
     """One excerpt, whose beginning is cached: the prompt's end is computed as a request would, then what follows."""
-    llm, mode, manager, options = asker.llm, asker.mode, asker.llm.engine.manager, asker.llm.engine.options
+    llm, mode, manager, most = asker.llm, asker.mode, asker.llm.engine.manager, asker.llm.engine.options.budgets[0]
     # `prompt_logprobs` makes the runner give the hidden states of every row.
     request = asker.request(part.ids, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), salt)
     policy = Policy(mode.prefill, "bounded" if mode.boundaries else "exact", None if mode.boundaries else 0)
@@ -85,7 +85,7 @@ def _follow(asker: Asker, part: Excerpt, salt: str) -> Tensor:
             Row, sequence, window_from=plan.window_from, decoder_from=plan.decoder_from, decoder_window_from=plan.decoder_window_from,
             wants_logits=False,
         )  # fmt: skip
-        starts = [*range(plan.start, part.place, options.encoder_tokens), *range(part.place, len(part.ids) - 1, options.encoder_tokens)]
+        starts = [*range(plan.start, part.place, most), *range(part.place, len(part.ids) - 1, most)]
         for start, stop in zip(starts, [*starts[1:], len(part.ids) - 1], strict=True):
             _, hidden = llm.engine.runner.run([row(start=start, stop=stop, write_from=max(plan.write_from, start))])
             if stop < part.place or hidden[0] is None:

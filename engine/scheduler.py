@@ -36,6 +36,7 @@ class Scheduler:
         waiting: in order; preempted sequences among them.
         running: those that own a window and blocks, the ones that still wait for blocks from the SSD store included.
         live: windows of running sequences at block boundaries, by the key of the block before.
+        started, preempted, too_long, expired: what the last `schedule` did, see there.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Scheduler:
         self.preempted: list[Sequence] = []
         self.too_long: list[Sequence] = []
         self.expired: list[Sequence] = []
+        self._early: list[Sequence] = []  # started since the last `schedule`
+        self._short: tuple[Sequence, int, int] | None = None  # who found no room, and the blocks and windows that there were
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose blocks the outer tiers look for meanwhile."""
@@ -84,14 +87,63 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._forget(sequence)
         sequence.saved = None
+        if self._short is not None and self._short[0] is sequence:
+            self._short = None
 
-    def may_admit(self) -> bool:
-        """Whether the next `schedule` may do anything but go on with those that run: somebody waits and there may be a place."""
-        return bool(self.waiting) and (len(self.running) < self.options.max_sequences or self._overdue())
+    def meanwhile(self) -> bool:
+        """Between two schedules, while the device runs a step: admit those who first wait for blocks from the SSD store, and start copying
+        blocks that came in, since nothing of either is to be computed yet. Who starts is in `started` of the next schedule.
+
+        Returns whether the step after the one that runs may go on with the same sequences; False where it has to be scheduled: somebody
+        was or may be admitted whose rows it should have, one has all its blocks or will not get them, or one has waited too long.
+        """
+        if self._overdue():
+            return False
+        before, self.started = self.started, self._early
+        try:
+            self.manager.pool.copies.collect()
+            if not self._admit_restoring():
+                return False
+            if restoring := [s for s in self.running if s.restoring]:
+                self._receive(restoring)
+            return all(s.restoring for s in restoring)
+        finally:
+            self.started = before
+
+    def _admit_restoring(self) -> bool:
+        """Admit from the head of the queue as long as it is of no concern to the next step; False if the next one in order is."""
+        while (sequence := self._next()) is not None and self._may_fit(sequence):
+            if sequence.saved is not None:  # what a preempted one had is copied back at once, which may wait for the device
+                return False
+            if not self._open(sequence):
+                break
+            self._enter(sequence)
+            if not sequence.restoring:
+                return False
+        return True
+
+    def _next(self) -> Sequence | None:
+        """Who is to be admitted next: the first one whose tiers have said what they have. None if nobody is, or all places are taken."""
+        if len(self.running) >= self.options.max_sequences:
+            return None
+        return next((s for s in self.waiting if s.saved is not None or s.restore is None or s.restore.ready), None)
+
+    def _may_fit(self, sequence: Sequence) -> bool:
+        """False for one that found no room as long as there is not more."""
+        if self._short is None or self._short[0] is not sequence:
+            return True
+        _, blocks, windows = self._short
+        return self.manager.available_blocks() > blocks or self.manager.windows.free > windows
+
+    def _no_room(self, sequence: Sequence) -> None:
+        self._short = sequence, self.manager.available_blocks(), self.manager.windows.free
 
     def _overdue(self) -> bool:
-        now, limit = self._clock(), self.options.max_queue_wait_s
-        return bool(limit) and any(s.times.scheduled is None and now - s.request.arrived > limit for s in self.waiting)
+        limit = self.options.max_queue_wait_s
+        if not limit or not self.waiting:
+            return False
+        now = self._clock()
+        return any(s.times.scheduled is None and now - s.request.arrived > limit for s in self.waiting)
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """Smaller is sooner. Waiting lowers everybody's rank at the same speed, so the order never changes and no clock is read."""
@@ -101,10 +153,11 @@ class Scheduler:
     def schedule(self) -> list[Row]:
         """Rows of the next step; empty when nothing can run.
 
-        Also fills `started`, `preempted`, `expired` (waited too long, removed) and `too_long` (cannot grow although alone; still in
-        `running`, to be finished by the caller) for this call.
+        Also fills `started` (since the last call), `preempted`, `expired` (waited too long, removed) and `too_long` (cannot grow although
+        alone; still in `running`, to be finished by the caller) for this call.
         """
-        self.started, self.preempted, self.too_long, self.expired = [], [], [], []
+        self.started, self._early = self._early, []
+        self.preempted, self.too_long, self.expired = [], [], []
         self._expire()
         self.manager.pool.copies.collect()
         restoring = [s for s in self.running if s.restoring]
@@ -126,22 +179,21 @@ class Scheduler:
             self.remove(sequence)
 
     def _admit(self) -> None:
-        place = 0
-        while place < len(self.waiting) and len(self.running) < self.options.max_sequences:
-            sequence = self.waiting[place]
-            if sequence.saved is None and sequence.restore is not None and not sequence.restore.ready:
-                place += 1
-                continue
-            if not self._open(sequence):
-                return
-            self.running.append(self.waiting.pop(place))
+        while (sequence := self._next()) is not None and self._open(sequence):
+            self._enter(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self._short = None
 
     def _open(self, sequence: Sequence) -> bool:
-        """Admit one sequence, from scratch, with a prefix hit, or where it was preempted."""
+        """Give one sequence what it needs to run from scratch, with a prefix hit, or from where it was preempted, if there is room."""
         saved = sequence.saved
         if saved is not None:
             reopened = self.manager.reopen(sequence.cache, sequence.tokens, saved.contents, saved.plan)
             if reopened is None:
+                self._no_room(sequence)
                 return False
             if reopened:
                 self._restore(sequence)
@@ -178,6 +230,7 @@ class Scheduler:
             offer=offer,
         )
         if plan is None:
+            self._no_room(sequence)
             return False
         if plan.boundary is not None:
             window = self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)

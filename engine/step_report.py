@@ -11,6 +11,7 @@ GROWTH_BARS = {1: 1.25, 8: 1.5}  # batch -> step at the longest context against 
 KERNEL_BARS = {"decode": 11, "prefill": 15}  # of a Reuse layer
 PREFILL_BAR = 0.3  # of the bf16 peak, active FLOPs
 HOST_BAR_S = 0.3e-3
+GRAPH_BAR = 0.0  # between a captured step's logits and those of the same kernels over the same inputs, launched one by one
 HIDDEN = 0.02  # share of a step that may show of the host's time while it counts as hidden
 
 
@@ -29,6 +30,11 @@ def bars(figures: dict[str, Any]) -> list[dict[str, Any]]:
         hidden = row["exposed_s"] <= HIDDEN * row["device_s"]
         text = f"{row['host_s'] * 1e3:.3f} ms, {'hidden' if hidden else 'not hidden'}"
         add(f"{name}: host time to launch it", text, f"≤ {HOST_BAR_S * 1e3:g} ms or hidden", hidden or row["host_s"] <= HOST_BAR_S)
+    if steps:
+        distances = [row["graph_distance"] for row in steps]
+        met = all(distance <= GRAPH_BAR for distance in distances)  # a NaN is not
+        worst = next((d for d in distances if d != d), max(distances))
+        add("captured decode steps: logits' distance from the same step uncaptured, at most", f"{worst:.2g}", f"≤ {GRAPH_BAR:g}", met)
     for batch, most in GROWTH_BARS.items():
         by_context = {row["context"]: row["device_s"] for row in steps if row["batch"] == batch}
         if len(by_context) > 1:

@@ -80,7 +80,7 @@ class Engine:
         self.reservoir = reservoir
         self.scheduler = Scheduler(
             manager,
-            Batcher(options.encoder_tokens, options.decoder_tokens),
+            Batcher(*options.budgets),
             options,
             save=runner.save,
             restore=runner.restore,
@@ -265,11 +265,7 @@ class Engine:
         scheduler = self.scheduler
         rows = scheduler.schedule()
         now = time.monotonic()
-        started = list(scheduler.started)
-        if self.flights is not None:
-            started += self.flights.started
-            self.flights.started = []
-        for sequence in started:
+        for sequence in scheduler.started:
             if self.reservoir is not None:
                 self.reservoir.used(sequence)
             self.metrics.request_started(now - sequence.request.arrived)

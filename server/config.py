@@ -197,8 +197,12 @@ class EngineSection(Section):
     prefill: Literal["bounded", "exact"] = setting("bounded", "rows of a prompt that run the decoder half: its last window, or all")
     max_context: OptionalCount = setting(None, "longest prompt plus output; none takes the checkpoint's own limit", unit="tokens", ge=2)
     max_sequences: int = setting(64, "sequences that run at once, each with its window KV", unit="sequences", ge=1, le=65536)
-    encoder_tokens: int = setting(512, "prompt tokens a step may run through the encoder half", unit="tokens", ge=1, le=1 << 20)
-    decoder_tokens: int = setting(512, "tokens a step may run through the decoder half", unit="tokens", ge=1, le=1 << 20)
+    encoder_tokens: OptionalCount = setting(
+        None, "prompt tokens a step may run in the encoder half; none takes 512, with GPU kernels 2,048", unit="tokens", ge=1, le=1 << 20
+    )
+    decoder_tokens: OptionalCount = setting(
+        None, "tokens a step may run in the decoder half; none takes 512, with GPU kernels 1,024", unit="tokens", ge=1, le=1 << 20
+    )
     max_queued_requests: int = setting(1024, "waiting requests; beyond it the answer is 503", unit="requests", ge=1)
     max_queue_wait_s: float = setting(
         600.0, "longest wait before a request starts; then it is refused; 0 is no limit", unit="seconds", ge=0
@@ -208,6 +212,7 @@ class EngineSection(Section):
     max_output_tokens: OutputLimits = setting(OutputLimits(), "output limits of requests that state none")
     weight_cache_bytes: ByteSize = setting(512 * MIB, "memory for dequantised weights on CPU; more is faster", unit="bytes", ge=0)
     batch_invariant: bool = setting(True, "on CPU, text does not depend on what shares its batch; `bench invariance` tells the price")
+    kernels: bool = setting(True, "on a GPU that can run them, the network runs as kernels and captured steps, else as torch operations")
     poison: bool = setting(False, "debugging: overwrite scratch buffers between steps so that stale reads show")
 
 
@@ -216,6 +221,9 @@ class CacheSection(Section):
         None, "tokens of global KV on the device; none sizes it from the machine", unit="tokens", ge=1, le=1 << 40
     )
     kv_bytes: OptionalBytes = setting(None, "the same as a size; give one of the two", unit="bytes", ge=1, le=1 << 50)
+    kv_memory_fraction: float = setting(
+        0.9, "if neither is given, what global KV gets of the GPU memory that weights, windows and steps leave", gt=0, le=1
+    )
     prefix_reuse: bool = setting(True, "reuse cached blocks of equal beginnings; the replay of a window that it needs may change text")
     replay: Literal["bounded", "exact"] = setting(
         "bounded", "how a lost window is rebuilt: from one window of tokens, or from enough of them to equal a cold run"

@@ -45,7 +45,7 @@ def prefill(args: argparse.Namespace, config: Config, err: Console) -> dict[str,
     draw = random.Random(SEED)
     for mode in modes:
         # Kernels of a GPU are compiled for the rows of a step.
-        _prefill_once(model, _prompt(draw, model, min(args.tokens, max(256, 2 * config.engine.encoder_tokens))), mode)
+        _prefill_once(model, _prompt(draw, model, min(args.tokens, max(256, 2 * model.engine.options.budgets[0]))), mode)
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for repeat in range(args.repeats):
         for mode in modes:
@@ -183,6 +183,7 @@ def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 
         weight_cache_bytes=engine.weight_cache_bytes,
         batch_invariant=engine.batch_invariant if batch_invariant is None else batch_invariant,
         aging_s=0.0,
+        kernels=engine.kernels,
     )
     if context > model.engine.max_context:
         raise ConfigError(f"bench: {context} tokens are needed, the context of {config.model.path} is {model.engine.max_context}")
@@ -207,7 +208,7 @@ def _decode_steps(model: LLM, count: int, *prompts: list[int]) -> list[float]:
     engine = model.engine
     engine.sink = lambda events: None
     # Those that are prefilled first decode, a token a step, while the others still prefill.
-    spare = WARM_UP_STEPS + (sum(map(len, prompts)) // engine.options.encoder_tokens + len(prompts) if len(prompts) > 1 else 0)
+    spare = WARM_UP_STEPS + (sum(map(len, prompts)) // engine.options.budgets[0] + len(prompts) if len(prompts) > 1 else 0)
     for prompt in prompts:
         engine.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=spare + count + 1, ignore_eos=True)))
     seconds = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import statistics
@@ -43,10 +44,13 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
             weight_cache_bytes=engine.weight_cache_bytes,
             batch_invariant=engine.batch_invariant,
             replay=config.cache.replay,
+            kernels=engine.kernels,
         )
         if args.tokens + 1 >= model.engine.max_context:
             model.close()
             raise ConfigError(f"bench: --tokens {args.tokens}: the context of {config.model.path} is {model.engine.max_context}")
+        gc.collect()
+        gc.freeze()  # as a server does, whose collections do not walk the model
         return model
 
     def report(line: str) -> None:
@@ -57,7 +61,8 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
             open_model, folder, tokens=args.tokens, streams=args.streams, context=args.context, steps=args.steps,
             repeats=args.repeats, report=report,
         )  # fmt: skip
-    where = f"{config.model.path} on {engine.device}, {torch.get_num_threads()} threads"
+    how = ", GPU kernels" if found.captured else ", torch operations" if engine.device.startswith("cuda") else ""
+    where = f"{config.model.path} on {engine.device}{how}, {torch.get_num_threads()} threads"
     figures = _figures(args, where, found)
     _show(figures, out)
     return figures, True

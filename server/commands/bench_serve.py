@@ -100,7 +100,7 @@ def _server(args: argparse.Namespace, err: Console) -> Iterator[str]:
         command += ["--set", "server.access_log=false", "--set", "server.api_keys_file=none", "--set", "server.metrics_bind=none"]
         environment = {name: value for name, value in os.environ.items() if name != ENVIRONMENT}
         for name in ("max_sequences", "decoder_tokens"):  # each running stream takes one of both
-            if getattr(config.engine, name) < args.streams:
+            if (given := getattr(config.engine, name)) is not None and given < args.streams:
                 command += ["--set", f"engine.{name}={args.streams}"]
         if origins["cache.dir"] == "default":  # prompts nobody will send again do not belong among the user's
             command += ["--set", f"cache.dir={stack.enter_context(scratch(config))}"]

@@ -159,6 +159,7 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         max_queue_wait_s=engine.max_queue_wait_s,
         aging_s=engine.aging_s,
         kv_tokens=kv_tokens,
+        kv_memory_fraction=cache.kv_memory_fraction,
         prefix_reuse=cache.prefix_reuse,
         replay=cache.replay,
         max_lineage=cache.max_lineage,
@@ -177,11 +178,13 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
             options=options,
             progress=progress,
             tiers=tier_options(config),
+            kernels=engine.kernels,
         )
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
-        text = "there is not enough memory for the model and its KV; lower cache.kv_tokens or engine.max_sequences, see `forebay check`"
+        kv = "cache.kv_memory_fraction" if kv_tokens is None and engine.device.startswith("cuda") else "cache.kv_tokens"
+        text = f"there is not enough memory for the model and its KV; lower {kv} or engine.max_sequences, see `forebay check`"
         raise ConfigError(text) from None
 
 

@@ -22,7 +22,8 @@ from forebay.engine.restore_bench import measure
 from forebay.engine.sampler import Sampler
 from forebay.engine.sampling_state import SamplingState
 from forebay.engine.tiers import TierOptions
-from forebay.engine.types import SamplingParams
+from forebay.engine.types import OutputEvent, SamplingParams
+from forebay.engine.worker import Engine
 from forebay.model.errors import ConfigError
 
 EOS = 1
@@ -150,7 +151,10 @@ def test_a_real_network_says_the_same() -> None:
     assert_idle(ahead.engine)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and triton")
+needs_kernels = pytest.mark.skipif(not torch.cuda.is_available() or find_spec("triton") is None, reason="needs a CUDA device and triton")
+
+
+@needs_kernels
 def test_a_network_of_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, where the host really is ahead of it: buffers that are filled again too early would change tokens. Nothing in launching a
     step waits for the device."""
@@ -168,8 +172,10 @@ def test_a_network_of_kernels_says_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     params = [SamplingParams(max_tokens=40, ignore_eos=True, seed=i, **KINDS[i % 4]) for i in range(8)]
     ids = [prompt(30 + 5 * i, i) for i in range(8)]
     found = []
+    # All prompts in one step, so that all steps have the same rows in both ways.
+    options: dict[str, Any] = {"max_sequences": 8, "kv_tokens": 4096, "encoder_tokens": 512, "decoder_tokens": 512, "prefix_reuse": False}
     for overlap in (False, None):
-        with LLM(str(tiny_checkpoint()), "cuda", kernels=True, max_sequences=8, kv_tokens=4096, prefix_reuse=False, overlap=overlap) as llm:
+        with LLM(str(tiny_checkpoint()), "cuda", kernels=True, overlap=overlap, **options) as llm:
             assert (llm.engine.flights is None) == (overlap is False)
             found.append(llm.generate(ids, params))
             assert_idle(llm.engine)
@@ -196,7 +202,49 @@ def test_steps_go_ahead_while_blocks_come_back(tmp_path: Path, monkeypatch: pyte
     assert len(found.restore_s) == 2 and min(found.restore_s) > 0
     assert ahead[0] >= 6  # 40 blocks, 8 in a step, twice
     (flights,) = engines
-    assert not flights.started and not flights.scheduler.running
+    assert not flights.scheduler.running and not flights.scheduler.waiting
+
+
+@needs_kernels
+def test_nothing_waits_for_the_device_while_blocks_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for a copy: blocks go from pinned memory, beside the steps. The step that is settled is waited for by its event."""
+    land, landed = Engine._land, [0]
+
+    def never_waiting(engine: Engine, flights: Flights, flight: Flight, events: list[OutputEvent]) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            land(engine, flights, flight, events)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        landed[0] += any(s.restoring for s in engine.scheduler.running)
+
+    def open_model(tiers: TierOptions, tokens: int, sequences: int) -> LLM:
+        options: dict[str, Any] = {"kv_tokens": tokens, "max_sequences": sequences, "encoder_tokens": 512, "decoder_tokens": 512}
+        return LLM(str(tiny_checkpoint()), "cuda", kernels=True, tiers=tiers, **options)
+
+    monkeypatch.setattr(Engine, "_land", never_waiting)
+    found = measure(open_model, tmp_path, tokens=3200, streams=3, context=20, steps=5, repeats=2, report=lambda line: None)
+    assert found.captured and len(found.restore_s) == 2
+    assert landed[0] >= 15  # 400 blocks, 64 in a step, three times
+
+
+def test_steps_go_ahead_while_somebody_waits_for_room() -> None:
+    """A queue whose head does not fit changes nothing for those that run; it is admitted as soon as there is room."""
+    memo = Memo(overlap=True, kv_tokens=8 * WINDOW, max_sequences=4)
+    runs = memo.add(short(20), greedy(21))
+    memo.step()
+    waits, behind = memo.add(short(33, 1), greedy(9)), memo.add(short(4, 2), greedy(9))  # who would fit does not overtake
+    while not memo.events.get(waits):
+        memo.step()
+        if len(memo.tokens(runs)) == 20:
+            assert memo.runner.ahead >= 18
+            assert [s.id for s in memo.scheduler.waiting] == [waits, behind]
+    assert memo.runner.steps <= 24, "a place that is free again is taken at once"
+    memo.finish()
+    assert [memo.tokens(name) for name in (runs, waits, behind)] == [
+        continuation(short(20), 21), continuation(short(33, 1), 9), continuation(short(4, 2), 9)
+    ]  # fmt: skip
+    assert_idle(memo.engine)
 
 
 def test_overlap_is_for_kernels_unless_asked_for() -> None:

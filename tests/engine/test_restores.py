@@ -151,11 +151,12 @@ class Tiered(Memo):
         self.step()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_storm_over_tiers_that_come_and_go(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "overlap"), [(0, False), (1, False), (2, False), (3, False), (4, True), (5, True)])
+def test_a_storm_over_tiers_that_come_and_go(seed: int, overlap: bool) -> None:
     """Small memory, shared beginnings, every mode; reads that break, snapshots that vanish, aborts, preemption, caches cleared."""
     numbers = random.Random(seed)
-    memo = Tiered(numbers, windows=seed % 2 == 0, kv_tokens=34 * WINDOW, encoder_tokens=40, max_sequences=4, max_queued_requests=400)
+    sizes: dict[str, Any] = {"kv_tokens": 34 * WINDOW, "encoder_tokens": 40, "max_sequences": 4, "max_queued_requests": 400}
+    memo = Tiered(numbers, windows=seed % 2 == 0, overlap=overlap, **sizes)
     memo.blocks.break_one_in = 30
     asked: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()

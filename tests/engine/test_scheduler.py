@@ -457,6 +457,39 @@ class TierBench(Bench):
 LONG = short(60, 5)
 
 
+def test_whoever_waits_for_blocks_is_admitted_between_schedules() -> None:
+    bench = TierBench(LONG, stored=5)
+    sequence = asked(bench, LONG)
+    read = bench.found(sequence)
+    assert bench.scheduler.meanwhile()
+    assert bench.running == [sequence.id] and sequence.restoring and read.promoted
+    read.come = [0, 1, 2]
+    assert bench.scheduler.meanwhile()
+    read.come = [3, 4]
+    assert not bench.scheduler.meanwhile(), "it has all its blocks and wants rows"
+    assert bench.scheduler.started == []
+    (row,) = bench.step()
+    assert (row.start, row.stop, bench.scheduler.started) == (32, 60, [sequence])
+    assert bench.step() is not None and bench.scheduler.started == []
+
+
+def test_what_has_to_be_scheduled_is_not_left_to_meanwhile() -> None:
+    bench = Bench(blocks=8, max_queue_wait_s=60.0)
+    first = bench.add("a", 20)
+    assert not bench.scheduler.meanwhile(), "its rows are to be computed"
+    bench.step()
+    large = bench.add("b", 40)
+    assert bench.scheduler.meanwhile() and bench.running == ["a"], "there is no room for it"
+    bench.now += 61
+    assert not bench.scheduler.meanwhile(), "it has waited too long"
+    bench.step()
+    assert bench.scheduler.expired == [large] and bench.scheduler.meanwhile()
+    bench.add("c", 60)
+    assert bench.scheduler.meanwhile()
+    bench.end(first)
+    assert not bench.scheduler.meanwhile() and bench.running == ["c"]
+
+
 def test_blocks_come_in_before_anything_is_computed() -> None:
     bench = TierBench(LONG, stored=5)
     sequence = asked(bench, LONG)

@@ -198,7 +198,7 @@ def test_a_real_step_over_random_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bars() -> None:
-    step = {"batch": 1, "context": 4096, "fraction": 0.6, "device_s": 5e-3, "host_s": 4e-4, "exposed_s": 0.0}
+    step = {"batch": 1, "context": 4096, "fraction": 0.6, "device_s": 5e-3, "host_s": 4e-4, "exposed_s": 0.0, "graph_distance": 0.0}
     long, many = {**step, "context": 1_000_000, "device_s": 6.5e-3}, {**step, "batch": 64, "fraction": 0.39, "exposed_s": 1e-3}
     launched = {
         "work": "decode",
@@ -208,9 +208,17 @@ def test_bars() -> None:
     }
     chunks = [{"tokens": 32768, "chunk": n, "fraction": share} for n, share in ((2048, 0.31), (4096, 0.2))]
     found = step_report.bars({"steps": [step, long, many], "launches": [launched], "prefill": chunks, "memory": None})
-    assert [row["met"] for row in found] == [True, True, True, True, False, False, False, False, True]
-    assert found[6]["value"] == "1.300" and found[7]["value"] == "10 to 12 (13 at the end of a half)"
-    assert "chunks of 2,048" in found[8]["name"]
+    assert [row["met"] for row in found] == [True, True, True, True, False, False, True, False, False, True]
+    assert found[7]["value"] == "1.300" and found[8]["value"] == "10 to 12 (13 at the end of a half)"
+    assert "chunks of 2,048" in found[9]["name"]
+
+
+@pytest.mark.parametrize(("distance", "shown"), [(1e-3, "0.001"), (float("nan"), "nan")])
+def test_a_captured_step_that_gives_something_else_misses_its_bar(distance: float, shown: str) -> None:
+    step = {"batch": 2, "context": 64, "fraction": 1.0, "device_s": 1.0, "host_s": 0.0, "exposed_s": 0.0, "graph_distance": 0.0}
+    found = step_report.bars({"steps": [step, {**step, "graph_distance": distance}], "launches": [], "prefill": [], "memory": None})
+    (row,) = [row for row in found if row["name"].startswith("captured")]
+    assert row["value"] == shown and not row["met"]
 
 
 def test_pairs_and_pool() -> None:

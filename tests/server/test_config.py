@@ -40,7 +40,7 @@ def refusal(text: str | None, tmp_path: Path, flags: dict[str, tuple[str, Any]] 
 def test_defaults_of_the_plan() -> None:
     config, origins = load()
     assert (config.server.host, config.server.port, config.server.body_limit_bytes) == ("127.0.0.1", 8000, 64 * 1024 * 1024)
-    assert (config.engine.encoder_tokens, config.engine.decoder_tokens, config.engine.max_sequences) == (512, 512, 64)
+    assert (config.engine.encoder_tokens, config.engine.decoder_tokens, config.engine.max_sequences) == (None, None, 64)
     assert config.engine.max_output_tokens.model_dump() == {"thinking": 65_536, "max_effort": 131_072, "plain": 8_192}
     assert config.engine.default_effort == "high"
     cache = config.cache

@@ -349,8 +349,8 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
         "batch_invariant": False,
     }
     flags = {f"engine.{name}": ("--set", value) for name, value in values.items()}
-    others = {"cache.kv_bytes": 113_920 * 2, "cache.prefix_reuse": False, "engine.prefill": "exact"}
-    others |= {"cache.replay": "exact", "cache.max_lineage": 3}
+    others = {"cache.kv_bytes": 113_920 * 2, "cache.kv_memory_fraction": 0.5, "cache.prefix_reuse": False, "engine.prefill": "exact"}
+    others |= {"cache.replay": "exact", "cache.max_lineage": 3, "engine.kernels": False}
     tiers: dict[str, Any] = {
         "dir": Path("/kv"),
         "ssd_bytes": 11,
@@ -370,7 +370,7 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
     given: dict[str, Any] = {}
     monkeypatch.setattr("forebay.engine.launch.build_client", lambda **arguments: given.update(arguments))
     build(config, 3, lambda done, total, name: None)
-    expected = EngineOptions(**values, kv_tokens=256, prefix_reuse=False, replay="exact", max_lineage=3)
+    expected = EngineOptions(**values, kv_tokens=256, kv_memory_fraction=0.5, prefix_reuse=False, replay="exact", max_lineage=3)
     assert given.pop("options") == expected
     untouched = [field.name for field in dataclasses.fields(expected) if getattr(expected, field.name) == field.default]
     # Every option of the engine was told to differ from its default but one, which the device decides.
@@ -379,4 +379,5 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
     untouched = [name for name, field in TierOptions.__dataclass_fields__.items() if tiers.get(name) == field.default]
     assert not untouched
     given.pop("progress")
+    assert given.pop("kernels") is False
     assert given == {"model": "synthetic:v41-flash", "model_name": "big", "device": "cpu", "threads": 3, "prefill": "exact"}
