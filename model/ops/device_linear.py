@@ -139,6 +139,8 @@ class ExpertBank:
     def __call__(self, rounded: Tensor, indices: Tensor, weights: Tensor, out: Tensor, workspace: Meeting) -> None:
         """rounded [n, D] bf16, FP8-rounded; indices [n, topk] int32 (-1 in a padded row), weights [n, topk] fp32 -> out [n, D] bf16.
 
+        `rounded` must be older than what was launched last, which is the router (`kernels.dependent`).
+
         Floor: 18.8 MB for each distinct expert at the released sizes, or 71 MFLOP an assignment (the shared expert is one more).
         """
         if rounded.shape[0] <= FEW_ROWS and indices.numel() <= FEW_ASSIGNMENTS:

@@ -21,6 +21,7 @@ PROCESSORS = 132  # of an H200
 MAX_HEADS = 64
 MAX_SPLITS = 16
 HELPERS = 4  # programs of a row's heads that join its parts together
+DEPENDENT_ROWS = 64  # up to which it begins before the kernel before is over
 WIDE_DIM, WIDE_HEADS = 512, 32  # what the kernel for many rows is for: this dimension, and more heads than these
 
 
@@ -256,7 +257,8 @@ def attend(
         DOT=k.tl.float32 if interpreted else k.tl.bfloat16,
         HELPERS=helpers, SHARE=share if helpers > 1 else padded, LONE=split.splits > 1 and split.tiles == 1,
         num_warps=split.warps if words == 128 else 4, num_stages=2,
-        **dependent.load(interpreted).OPTIONS,
+        # Before many rows comes a library's product, and whether that lets others begin early is its own business.
+        **(dependent.load(interpreted).OPTIONS if n <= DEPENDENT_ROWS else {}),
     )  # fmt: skip
 
 

@@ -259,7 +259,7 @@ def scan(
             places = places + (piece + i * step,)
             pages = pages + (gl.load(table + (piece + i * step) // PER, mask=(piece + i * step) // PER < blocks, other=0),)
         seen = gl.where(many > 0, gl.load(visible + row, mask=row != 0, other=seen), 0)
-        line = gl.load(span + row, mask=row != 0, other=line)
+        line = gl.where(many > 0, gl.load(span + row, mask=row != 0, other=line), 0)  # padding is of no span
         guess = pages
         pages = ()
         base = table + line.to(gl.int64) * table_stride

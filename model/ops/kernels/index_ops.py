@@ -105,7 +105,7 @@ def round_queries(q: Tensor, turn: Tensor, out: Tensor) -> Tensor:
     makes its group NaN.
 
     Args:
-        q: [n, heads, dim] bf16. turn: [n, 2, pairs] fp32, of `store_ops.turn_table`.
+        q: [n, heads, dim] bf16. turn: [n, 2, pairs] fp32, of `store_ops.turn_table`, older than what was launched last.
         out: [n, heads, dim + 16] uint8, of `empty_queries`. Returned.
     Floor: 3 bytes a channel and 16 a head, 12.5 KB a row of 32 heads of 128, and the rotation's 8 * pairs.
     """

@@ -174,7 +174,7 @@ def test_pages(entries: int, maxima: bool) -> None:
     turn = torch.tensor([1.0, 0.0]).view(1, 2, 1).repeat(8, 1, 32)
     q = index_ops.round_queries(q, turn, index_ops.empty_queries(8, heads, 128, "cpu"))
     weights = torch.randn((8, heads), generator=g).to(torch.bfloat16)
-    for first, rows in (([3], [1]), ([6, 4, 0, 7, 5, 3, 1], [1, 1, 1, 0, 1, 1, 1])):
+    for first, rows in (([3], [1]), ([7], [0]), ([6, 4, 0, 7, 5, 3, 1], [1, 1, 1, 0, 1, 1, 1])):
         tiles = Tiles(torch.tensor(first, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32), 1)
         found = []
         for tuning in (index_ops.PAGED[entries], Tuning()):
@@ -189,7 +189,7 @@ def test_pages(entries: int, maxima: bool) -> None:
                 out[row, seen:] = 0
                 best[row, -(-seen // 8) :] = 0
             found.append((out, best))
-        assert found[0][0].float().std() > 1 and bool(torch.isfinite(found[0][0]).all())
+        assert (found[0][0].float().std() > 1 or not any(rows)) and bool(torch.isfinite(found[0][0]).all())
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
