@@ -173,9 +173,10 @@ def _scans(seen: Ints, span: Ints) -> list[tuple[int, int, int, Ints, Ints]]:
         inside = span[first:last]
         begins = np.flatnonzero(np.r_[True, inside[1:] != inside[:-1]])
         ends = np.r_[begins[1:], last - first]
-        runs = [np.arange(a, b, SCAN_ROWS) for a, b in zip(begins, ends, strict=True)]
-        starts = np.concatenate(runs)
-        stops = np.minimum(starts + SCAN_ROWS, np.repeat(ends, [len(r) for r in runs]))
+        runs = -(-(ends - begins) // SCAN_ROWS)
+        within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
+        starts = np.repeat(begins, runs) + within * SCAN_ROWS
+        stops = np.minimum(starts + SCAN_ROWS, np.repeat(ends, runs))
         pieces.append((first, last, int(seen[first:last].max()), starts, stops - starts))
     return pieces
 
