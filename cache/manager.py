@@ -227,14 +227,27 @@ class CacheManager:
         seq.plan = plan
         return True
 
-    def _take_room(self, seq: SequenceCache, tokens: Sequence[int], hit: Sequence[int]) -> bool:
-        """Adopt `hit` and take a slot and blocks for the rest of `tokens` plus one; False, and nothing changes, when there is no room."""
+    def reopens(self, seq: SequenceCache, tokens: Sequence[int], contents: Sequence[int]) -> bool:
+        """Whether `reopen` would not find that there is no room now. Changes nothing."""
+        seq.chain.extend(tokens)
+        hit = self.index.match(seq.chain.keys[: len(contents)])
+        return [self.index.serial(block) for block in hit] != list(contents) or self._has_room(self._fresh(tokens, hit), hit)
+
+    def _fresh(self, tokens: Sequence[int], hit: Sequence[int]) -> int:
+        """Blocks that `tokens` and one more take beside `hit`."""
         blocks = self.layout.blocks_for(len(tokens))
         # A prompt that fills the pool alone must still be admitted, without headroom.
-        fresh = min(blocks + HEADROOM_BLOCKS, max(blocks, self.pool.total)) - len(hit)
+        return min(blocks + HEADROOM_BLOCKS, max(blocks, self.pool.total)) - len(hit)
+
+    def _has_room(self, fresh: int, hit: Sequence[int]) -> bool:
         # The hit's own idle blocks stop being evictable the moment it is adopted, so they cannot be promised twice.
         idle = sum(self.index.is_idle(block) for block in hit)
-        if not self.windows.free or fresh > self.available_blocks() - idle:
+        return self.windows.free > 0 and fresh <= self.available_blocks() - idle
+
+    def _take_room(self, seq: SequenceCache, tokens: Sequence[int], hit: Sequence[int]) -> bool:
+        """Adopt `hit` and take a slot and blocks for the rest of `tokens` plus one; False, and nothing changes, when there is no room."""
+        fresh = self._fresh(tokens, hit)
+        if not self._has_room(fresh, hit):
             return False
         self.index.acquire(hit)
         self.pool.copies.fence()  # some of the hit may have been loaded for somebody else just now

@@ -100,6 +100,8 @@ class PrefixIndex:
     Attributes:
         hits, misses: blocks of admitted prompts found and not found (see `count`).
         evictions: blocks evicted for room.
+        gains: changes so far by which a sequence may need less room although no block was added to its cached prefix: keys that name
+            better bytes, and idle blocks taken into use.
     """
 
     def __init__(self, pool: BlockPool, least_hit: int = 1) -> None:
@@ -109,6 +111,7 @@ class PrefixIndex:
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        self.gains = 0
         self._by_key: dict[bytes, _Node] = {}
         self._by_block: dict[int, _Node] = {}
         self._idle: OrderedDict[int, _Node] = OrderedDict()  # by block id, first to leave first
@@ -135,6 +138,11 @@ class PrefixIndex:
     def serial(self, block: int) -> int:
         """Number of the cached content of `block`, 0 if it is not cached. The same number later means the same bytes."""
         node = self._by_block.get(block)
+        return node.serial if node is not None else 0
+
+    def serial_of(self, key: bytes) -> int:
+        """`serial` of the block cached under `key`, 0 if there is none."""
+        node = self._by_key.get(key)
         return node.serial if node is not None else 0
 
     def lineage(self, block: int) -> int:
@@ -171,6 +179,7 @@ class PrefixIndex:
         for block in blocks:
             node = self._by_block.get(block)
             if node is not None and self.pool.references(block) == 2:
+                self.gains += 1
                 self._activate(node)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -282,6 +291,7 @@ class PrefixIndex:
         del self._by_block[node.block]
         self.pool.release((node.block,))
         self._serials += 1
+        self.gains += 1
         node.block, node.serial, node.lineage = block, self._serials, lineage
         self._by_block[block] = node
 

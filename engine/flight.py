@@ -9,6 +9,7 @@ step is done.
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from forebay.engine.reservoir import Reservoir
 from forebay.engine.runner import Runner
 from forebay.engine.scheduler import Scheduler
 from forebay.engine.sequence import Sequence
+
+log = logging.getLogger("forebay.engine")
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Flights:
         scheduler = self.scheduler
         live = [row for row in flight.rows if self.alive(flight, row.sequence)]
         waiting = sum(s.restoring for s in scheduler.running) if len(live) != len(scheduler.running) else 0
-        if len(live) + waiting != len(scheduler.running) or not scheduler.meanwhile():
+        if len(live) + waiting != len(scheduler.running) or not self._meanwhile():
             return None
         rows, size = [], self.manager.layout.block_tokens
         for row in live:
@@ -99,6 +102,14 @@ class Flights:
             floors = max(row.write_from, start), row.window_from, row.decoder_from, row.decoder_window_from
             rows.append(Row(sequence, start, start + 1, *floors, True))
         return self.launch(rows, flight) if rows else None
+
+    def _meanwhile(self) -> bool:
+        """`Scheduler.meanwhile`, whose failure is not the flight's: the next schedule does the same, and fails by itself if it has to."""
+        try:
+            return self.scheduler.meanwhile()
+        except Exception:
+            log.exception("admission beside a step failed and is tried again before the next one")
+            return False
 
     def alive(self, flight: Flight, sequence: Sequence) -> bool:
         """Whether its row of the flight counts."""

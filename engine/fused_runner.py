@@ -35,6 +35,8 @@ SPARE_BYTES = 2 << 30  # for libraries, compiled kernels, and what an allocator 
 class FusedRunner(Runner):
     """`Runner` over a `FusedBackbone`. Graphs are captured when a bucket is first needed, or all at once by `warm`."""
 
+    kernels = True
+
     def __init__(
         self, backbone: FusedBackbone, blocks: BlockPool, windows: WindowPool, *, max_tokens: int, buckets: SequenceOf[int] = BUCKETS
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
@@ -167,6 +168,7 @@ def _torch_runner(weights: Weights, layout: KVLayout, device: str, options: Engi
     )
     config = weights.config
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what a network that is gone has held, or loading this one, is free as well
         free = torch.cuda.mem_get_info(device)[0]
         most = _kv_limit(layout, config, options, free, int(free * TORCH_SHARE))
     else:
@@ -211,19 +213,28 @@ def _kv_bytes(layout: KVLayout, free: int, reserved: int, fraction: float = 0.9,
     Raises:
         ConfigError: there is not room for `longest` tokens, or for one block.
     """
-    most = int((free - reserved) * fraction)
-    beside = f"{free / 1e9:.1f} GB are free beside the weights, and steps and windows may take {reserved / 1e9:.1f} GB"
-    if most < layout.block_bytes:
-        advice = "lower max_sequences, max_context or encoder_tokens, or give kv_tokens"
-        raise ConfigError(f"no GPU memory is left for KV: {beside}; {advice}", param="kv_tokens")
+    rest = free - reserved
+    most = int(rest * fraction)
     tokens = (most // layout.block_bytes - 1) * layout.block_tokens  # one is the null block
-    if tokens < longest:
-        raise ConfigError(
-            f"GPU memory is left for {tokens:,} tokens of KV, the longest sequence has {longest:,}: {beside}, and of the rest KV gets "
-            f"{fraction:g} (kv_memory_fraction); lower max_context to {tokens}, or max_sequences or encoder_tokens, or give kv_tokens",
-            param="max_context",
-        )
-    return most
+    if tokens >= max(longest, 1):
+        return most
+    cause = f"{free / 1e9:.1f} GB are free beside the weights, and steps and windows may take {reserved / 1e9:.1f} GB"
+    if rest >= 2 * layout.block_bytes:
+        cause += f"; of the rest KV gets {fraction:g} (kv_memory_fraction)"
+    advice = ["lower max_sequences, max_context or encoder_tokens", "give kv_tokens"]
+    if tokens > 0:
+        advice[0] = f"lower max_context to {tokens}, or max_sequences or encoder_tokens"
+    # Rounded up, and a little more, since `most` is rounded down.
+    enough = math.ceil(1000 * (layout.blocks_for(longest) + 1) * layout.block_bytes / rest + 0.01) / 1000 if rest > 0 else math.inf
+    if enough <= 1:
+        advice.insert(0, f"raise kv_memory_fraction to {enough:g}")
+    elif tokens <= 0 and rest >= 2 * layout.block_bytes:
+        advice[0] = f"raise kv_memory_fraction and {advice[0]}"
+    if tokens > 0:
+        what, param = f"GPU memory is left for {tokens:,} tokens of KV, the longest sequence has {longest:,}", "max_context"
+    else:
+        what, param = "no GPU memory is left for KV", "kv_memory_fraction" if enough <= 1 else "kv_tokens"
+    raise ConfigError(f"{what}: {cause}; {', or '.join(advice)}", param=param)
 
 
 def _longest(options: EngineOptions, config: ModelConfig) -> int:

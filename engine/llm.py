@@ -33,6 +33,9 @@ LOGIT_ROWS = 512  # whose logits are on the device at once; of the released voca
 class LLM:
     """A model to call directly.
 
+    On a GPU, KV takes most of the memory that is free when the model is opened. Where a second engine is to use the same GPU, give the
+    first one `kv_tokens` or a smaller `kv_memory_fraction`.
+
     Args:
         path: a checkpoint folder, `demo` or `synthetic:...`.
         device: `cpu` or `cuda`.

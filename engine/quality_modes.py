@@ -156,12 +156,14 @@ def running(llm: LLM, mode: Mode) -> Iterator[None]:
     """Let `llm`, which must be idle and have its own memory, run in `mode`. What is cached before and in it is forgotten.
 
     Raises:
-        EngineError: it is busy, or the memory of another mode stands in for its own.
+        EngineError: it is busy, or the memory of another mode stands in for its own; it runs GPU kernels, which no other memory changes.
     """
     runner, manager = llm.engine.runner, llm.engine.manager
     served = runner.memory
     if llm.engine.busy or type(served) is not CacheMemory:  # the memories of modes derive from it
         raise EngineError("the mode of an engine can be changed only while it is idle, and not twice")
+    if mode.memory is not None and runner.kernels:
+        raise EngineError(f"GPU kernels do not run in the mode {mode.name!r}; torch operations do: open the model with kernels=False")
     manager.clear()
     if mode.memory is not None:
         runner.memory = mode.memory(served, runner.backbone.config)

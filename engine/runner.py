@@ -18,7 +18,13 @@ from forebay.model.network import Backbone
 
 
 class Runner:
-    """The network and the memory it works on."""
+    """The network and the memory it works on.
+
+    Attributes:
+        kernels: whether the network runs as GPU kernels, which know one memory, instead of torch operations.
+    """
+
+    kernels = False
 
     def __init__(self, backbone: Backbone, blocks: BlockPool, windows: WindowPool) -> None:
         self.backbone, self.blocks, self.windows = backbone, blocks, windows
@@ -74,9 +80,7 @@ class Runner:
         index = torch.tensor(places, dtype=torch.int64)
         return rows.index_select(0, index if rows.device.type == "cpu" else index.pin_memory().to(rows.device, non_blocking=True))
 
-    def batch(
-        self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, tokens: Tensor | None = None
-    ) -> ForwardBatch:
+    def batch(self, rows: SequenceOf[Row], record: dict[str, list[Tensor]] | None = None, tokens: Tensor | None = None) -> ForwardBatch:
         """Flatten rows into what the network takes; `tokens` as in `run`."""
         depth = self.backbone.config.engram_max_ngram_size - 1
         ids: list[np.ndarray] = []

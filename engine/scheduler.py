@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +24,17 @@ from forebay.engine.sequence import Sequence
 from forebay.engine.types import TierCounts
 
 RESTORED_AT_ONCE = 64  # blocks from the SSD store that one step starts copying while sequences decode, so that none waits long for it
+
+
+class _Short(NamedTuple):
+    """Who found no room, and what there was: blocks, windows, and `PrefixIndex.gains`. `edge`: serials of the last block of its history
+    that was cached and of the first that was not; as long as they stay, it has the same hit, since tails are evicted before heads."""
+
+    sequence: Sequence
+    blocks: int
+    windows: int
+    gains: int
+    edge: list[tuple[bytes, int]]
 
 
 class Scheduler:
@@ -66,13 +79,19 @@ class Scheduler:
         self.too_long: list[Sequence] = []
         self.expired: list[Sequence] = []
         self._early: list[Sequence] = []  # started since the last `schedule`
-        self._short: tuple[Sequence, int, int] | None = None  # who found no room, and the blocks and windows that there were
+        self._short: _Short | None = None
+        self._oldest = math.inf  # no later than the earliest arrival among those that wait and have not started
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose blocks the outer tiers look for meanwhile."""
-        insort(self.waiting, sequence, key=self.rank)
+        self._queue(sequence)
         if sequence.saved is None and sequence.restore is None:
             self.look_for(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=self.rank)
+        if sequence.times.scheduled is None:
+            self._oldest = min(self._oldest, sequence.request.arrived)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and give back what it owns."""
@@ -87,7 +106,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._forget(sequence)
         sequence.saved = None
-        if self._short is not None and self._short[0] is sequence:
+        if self._short is not None and self._short.sequence is sequence:
             self._short = None
 
     def meanwhile(self) -> bool:
@@ -97,7 +116,7 @@ class Scheduler:
         Returns whether the step after the one that runs may go on with the same sequences; False where it has to be scheduled: somebody
         was or may be admitted whose rows it should have, one has all its blocks or will not get them, or one has waited too long.
         """
-        if self._overdue():
+        if self._late():
             return False
         before, self.started = self.started, self._early
         try:
@@ -113,7 +132,11 @@ class Scheduler:
     def _admit_restoring(self) -> bool:
         """Admit from the head of the queue as long as it is of no concern to the next step; False if the next one in order is."""
         while (sequence := self._next()) is not None and self._may_fit(sequence):
-            if sequence.saved is not None:  # what a preempted one had is copied back at once, which may wait for the device
+            saved = sequence.saved
+            if saved is not None and not self.manager.reopens(sequence.cache, sequence.tokens, saved.contents):
+                self._no_room(sequence)
+                break
+            if saved is not None:  # what a preempted one had is copied back at once, which may wait for the device
                 return False
             if not self._open(sequence):
                 break
@@ -129,21 +152,33 @@ class Scheduler:
         return next((s for s in self.waiting if s.saved is not None or s.restore is None or s.restore.ready), None)
 
     def _may_fit(self, sequence: Sequence) -> bool:
-        """False for one that found no room as long as there is not more."""
-        if self._short is None or self._short[0] is not sequence:
+        """False for one that found no room as long as there is not more and it cannot need less: what others compute of its own history
+        is cached, and shared blocks that come into use are no longer counted twice."""
+        short, manager = self._short, self.manager
+        if short is None or short.sequence is not sequence:
             return True
-        _, blocks, windows = self._short
-        return self.manager.available_blocks() > blocks or self.manager.windows.free > windows
+        if manager.available_blocks() > short.blocks or manager.windows.free > short.windows:
+            return True
+        return manager.index.gains != short.gains or any(manager.index.serial_of(key) != serial for key, serial in short.edge)
 
     def _no_room(self, sequence: Sequence) -> None:
-        self._short = sequence, self.manager.available_blocks(), self.manager.windows.free
+        manager, keys = self.manager, sequence.cache.chain.keys
+        index, cached = manager.index, len(manager.index.match(keys))
+        edge = [(key, index.serial_of(key)) for key in keys[max(0, cached - 1) : cached + 1]]
+        self._short = _Short(sequence, manager.available_blocks(), manager.windows.free, index.gains, edge)
 
-    def _overdue(self) -> bool:
+    def _late(self) -> list[Sequence]:
+        """Those that have waited too long for their start. The queue, which may be long, is looked through only when somebody may have."""
         limit = self.options.max_queue_wait_s
         if not limit or not self.waiting:
-            return False
+            return []
         now = self._clock()
-        return any(s.times.scheduled is None and now - s.request.arrived > limit for s in self.waiting)
+        if now - self._oldest <= limit:
+            return []
+        # A preempted sequence has started; it only waits for room and is never refused.
+        unstarted = [s for s in self.waiting if s.times.scheduled is None]
+        self._oldest = min((s.request.arrived for s in unstarted), default=math.inf)
+        return [s for s in unstarted if now - s.request.arrived > limit]
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """Smaller is sooner. Waiting lowers everybody's rank at the same speed, so the order never changes and no clock is read."""
@@ -169,12 +204,7 @@ class Scheduler:
         return self.batcher.compose(decoding, prefilling)
 
     def _expire(self) -> None:
-        limit = self.options.max_queue_wait_s
-        if not limit:
-            return
-        now = self._clock()
-        # A preempted sequence has started; it only waits for room and is never refused.
-        self.expired = [s for s in self.waiting if s.times.scheduled is None and now - s.request.arrived > limit]
+        self.expired = self._late()
         for sequence in self.expired:
             self.remove(sequence)
 
@@ -196,7 +226,8 @@ class Scheduler:
                 self._no_room(sequence)
                 return False
             if reopened:
-                self._restore(sequence)
+                with self._undone(sequence):
+                    self._restore(sequence)
                 sequence.computed, sequence.saved = saved.computed, None
                 self._choose_copies(sequence)
                 return True
@@ -233,7 +264,8 @@ class Scheduler:
             self._no_room(sequence)
             return False
         if plan.boundary is not None:
-            window = self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)
+            with self._undone(sequence):
+                window = self._load_window(sequence, plan.boundary, plan.origin == "live", plan.with_decoder)
             sequence.resumed_from = None if plan.faithful else window
         sequence.computed = plan.start
         self._choose_copies(sequence)
@@ -245,6 +277,15 @@ class Scheduler:
         else:
             self._start(sequence)
         return True
+
+    @contextmanager
+    def _undone(self, sequence: Sequence) -> Iterator[None]:
+        """Take an admission back if what is left of it fails, so that it can be tried again."""
+        try:
+            yield
+        except BaseException:
+            self.manager.release(sequence.cache)
+            raise
 
     def _start(self, sequence: Sequence) -> None:
         """All it needs is in: count where it came from, the first time, and let go of the tiers."""
@@ -297,7 +338,7 @@ class Scheduler:
         if sequence.tiers is None:
             sequence.first_plan = sequence.resumed_from = None
         sequence.restore.cancel()  # from now on it offers no blocks; those that came are on the device
-        insort(self.waiting, sequence, key=self.rank)
+        self._queue(sequence)
 
     def _reuses(self, sequence: Sequence) -> bool:
         """Scoring a prompt takes all its rows; what began without a hit must go on without one."""

@@ -201,7 +201,11 @@ class EngineSection(Section):
         None, "prompt tokens a step may run in the encoder half; none takes 512, with GPU kernels 2,048", unit="tokens", ge=1, le=1 << 20
     )
     decoder_tokens: OptionalCount = setting(
-        None, "tokens a step may run in the decoder half; none takes 512, with GPU kernels 1,024", unit="tokens", ge=1, le=1 << 20
+        None,
+        "tokens a step may run in the decoder half, at least max_sequences; none takes 512, with GPU kernels 1,024, or max_sequences",
+        unit="tokens",
+        ge=1,
+        le=1 << 20,
     )
     max_queued_requests: int = setting(1024, "waiting requests; beyond it the answer is 503", unit="requests", ge=1)
     max_queue_wait_s: float = setting(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from forebay.model.errors import ConfigError
 from forebay.server.terminal import consoles
+
+if TYPE_CHECKING:  # this brings torch
+    from forebay.engine.llm import LLM
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,6 +65,13 @@ def run(args: argparse.Namespace) -> int:
     if args.bench == "quality" and args.plot:
         bench_quality.draw(figures, args.plot, err)
     return 0 if fine else 1
+
+
+def path_taken(model: LLM) -> str:
+    """The device of an opened model and what ran it there, where there is a choice."""
+    runner = model.engine.runner
+    how = "GPU kernels" if runner.kernels else "torch operations" if runner.device.type == "cuda" else ""
+    return f"{runner.device}, {how}" if how else f"{runner.device}"
 
 
 def numbers(text: str, flag: str) -> list[int]:

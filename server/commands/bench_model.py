@@ -22,7 +22,7 @@ from forebay.engine.llm import LLM
 from forebay.engine.types import EngineError, PrefillMode, Request, SamplingParams
 from forebay.model.errors import ConfigError
 from forebay.server.cli import read_settings
-from forebay.server.commands.bench import numbers
+from forebay.server.commands.bench import numbers, path_taken
 from forebay.server.config import Config
 
 SEED = 20_261_129  # prompts are the same in every run
@@ -54,7 +54,7 @@ def prefill(args: argparse.Namespace, config: Config, err: Console) -> dict[str,
         err.print(f"run {repeat + 1} of {args.repeats}: {shown}", style="dim")
     medians = {mode: statistics.median(values) for mode, values in seconds.items()}
     figures: dict[str, Any] = {
-        "measured": f"prefill of {args.tokens:,} tokens, {_where(config)}",
+        "measured": f"prefill of {args.tokens:,} tokens, {_where(config, model)}",
         "tokens": args.tokens,
         "seconds": seconds,
         "rows": {mode: {"median, ms": median * 1000, "tokens/s": args.tokens / median} for mode, median in medians.items()},
@@ -87,11 +87,12 @@ def decode(args: argparse.Namespace, config: Config, err: Console) -> dict[str, 
             err.print(f"visit {repeat + 1} of {args.repeats} to {length:,}: {statistics.median(steps) * 1000:.2f} ms a step", style="dim")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     first, last = f"{min(contexts):,}", f"{max(contexts):,}"
+    where = _where(config, model)
     model.close()
     del model  # another one follows, whose weights may need its memory
     gc.collect()
     return {
-        "measured": f"decode step of one sequence, {_where(config)}",
+        "measured": f"decode step of one sequence, {where}",
         "contexts": contexts,
         "seconds": seconds,
         "rows": {name: {"median, ms": median * 1000, "steps/s": 1 / median} for name, median in medians.items()},
@@ -125,7 +126,7 @@ def streams(args: argparse.Namespace, config: Config, err: Console, counts: list
                 del step.replay
             row |= {"graph, ms": device * 1000, "host, ms": host * 1000, "shows, ms": max(0.0, seconds - device) * 1000}
         err.print(f"{count} streams: {seconds * 1000:.2f} ms a step", style="dim")
-    return {"measured": f"decode of many sequences at {context:,} tokens, {_where(config)}", "context": context, "rows": rows}
+    return {"measured": f"decode of many sequences at {context:,} tokens, {_where(config, model)}", "context": context, "rows": rows}
 
 
 def timer_of(device: torch.device) -> gpu_timing.Timer:
@@ -134,7 +135,13 @@ def timer_of(device: torch.device) -> gpu_timing.Timer:
 
 
 def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[str, Any]:
-    """Seconds of a prefill and of a decode step of many sequences, with products over row tiles of one size and over all rows at once."""
+    """Seconds of a prefill and of a decode step of many sequences, with products over row tiles of one size and over all rows at once.
+
+    Raises:
+        ConfigError: on a GPU, where nothing asks for batch invariance and both ways would run the same code.
+    """
+    if config.engine.device != "cpu":
+        raise ConfigError(f"bench: batch invariance is for the CPU, on {config.engine.device} it changes nothing; use --device cpu")
     models = {
         name: _model(config, config.engine.prefill, args.tokens + 1, sequences=args.streams, batch_invariant=flag)
         for name, flag in (("invariant", True), ("not invariant", False))
@@ -153,9 +160,10 @@ def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[s
         shown = ", ".join(f"{name} {values[-1] * 1000:.0f} ms" for name, values in seconds.items())
         err.print(f"run {repeat + 1} of {args.repeats}: {shown}", style="dim", soft_wrap=True)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
+    where = _where(config, models["invariant"])
     step, plain = (medians[f"decode step of {args.streams}, {name}"] for name in models)
     return {
-        "measured": f"price of batch invariance: prefill of {args.tokens:,} tokens, decode of {args.streams} sequences, {_where(config)}",
+        "measured": f"price of batch invariance: prefill of {args.tokens:,} tokens, decode of {args.streams} sequences, {where}",
         "tokens": args.tokens,
         "streams": args.streams,
         "seconds": seconds,
@@ -166,8 +174,8 @@ def invariance(args: argparse.Namespace, config: Config, err: Console) -> dict[s
     }
 
 
-def _where(config: Config) -> str:
-    return f"{config.model.path} on {config.engine.device}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+def _where(config: Config, model: LLM) -> str:
+    return f"{config.model.path} on {path_taken(model)}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
 def _model(config: Config, mode: PrefillMode, context: int, *, sequences: int = 1, batch_invariant: bool | None = None) -> LLM:

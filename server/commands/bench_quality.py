@@ -29,6 +29,7 @@ from forebay.engine.quality_results import DEPTHS, PARTS, RECALL, Results, Score
 from forebay.engine.quality_results import figures as measured
 from forebay.model.errors import ConfigError
 from forebay.server.cli import read_settings
+from forebay.server.commands.bench import path_taken
 from forebay.server.config import Config
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "deepseek-recipe")
@@ -67,7 +68,7 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
     with _open(config) as llm:
         threads = torch.get_num_threads()
         known = {
-            "measured": f"quality of {config.model.path} on {config.engine.device}, {threads} thread{'s' if threads > 1 else ''}",
+            "measured": f"quality of {config.model.path} on {path_taken(llm)}, {threads} thread{'s' if threads > 1 else ''}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), "threads": threads, "system": platform.platform()},
             "versions": {"forebay": __version__, "python": platform.python_version()} | {name: version(name) for name in LIBRARIES},
@@ -126,6 +127,7 @@ def _open(config: Config) -> LLM:
         weight_cache_bytes=engine.weight_cache_bytes,
         batch_invariant=engine.batch_invariant,
         max_queue_wait_s=0.0,
+        kernels=False,  # modes have memories that only torch operations read
     )
 
 

@@ -17,6 +17,7 @@ from forebay.engine.llm import LLM
 from forebay.engine.tiers import TierOptions
 from forebay.model.errors import ConfigError
 from forebay.server.cli import read_settings
+from forebay.server.commands.bench import path_taken
 from forebay.server.commands.scratch import scratch
 
 
@@ -25,8 +26,10 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
     config, _ = read_settings(args)
     torch.set_num_threads(config.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     engine = config.engine
+    on: str = engine.device
 
     def open_model(tiers: TierOptions, tokens: int) -> LLM:
+        nonlocal on
         model = LLM(
             config.model.path,
             device=engine.device,
@@ -39,7 +42,9 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
             weight_cache_bytes=engine.weight_cache_bytes,
             batch_invariant=engine.batch_invariant,
             replay=config.cache.replay,
+            kernels=engine.kernels,
         )
+        on = path_taken(model)
         if tokens > model.engine.max_context:
             model.close()
             raise ConfigError(f"bench: {tokens} tokens of KV are needed, the context of {config.model.path} is {model.engine.max_context}")
@@ -50,7 +55,7 @@ def measure(args: argparse.Namespace, out: Console, err: Console) -> tuple[dict[
 
     with scratch(config) as folder:
         seconds = resume_bench.measure(open_model, folder, tokens=args.tokens, repeats=args.repeats, report=report)
-    figures = _figures(args, f"{config.model.path} on {engine.device}, {torch.get_num_threads()} threads", seconds)
+    figures = _figures(args, f"{config.model.path} on {on}, {torch.get_num_threads()} threads", seconds)
     _show(figures, out)
     return figures, True
 

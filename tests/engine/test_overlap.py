@@ -247,6 +247,50 @@ def test_steps_go_ahead_while_somebody_waits_for_room() -> None:
     assert_idle(memo.engine)
 
 
+def test_whoever_waits_for_room_gets_in_as_soon_as_it_needs_less() -> None:
+    """There are never more blocks than when it found no room; but one that runs computes the history that it begins with."""
+    began = {}
+    for overlap in (False, True):
+        memo = Memo(overlap=overlap, kv_tokens=27 * WINDOW, max_sequences=4)
+        ids = short(20)
+        runs = memo.add(ids, greedy(180))
+        memo.step()
+        waits = memo.add([*ids, *continuation(ids, 180)], greedy(5))
+        while not memo.events.get(waits):
+            memo.step()
+        began[overlap] = len(memo.tokens(runs))
+        memo.finish()
+        assert_idle(memo.engine)
+    assert began[True] <= began[False] + 2 < 10
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_admission_that_fails_beside_a_step_does_not_end_the_step(again: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the next schedule meets it as if nobody had tried before."""
+    memo = Memo(overlap=True)
+    names = [memo.add(short(4, i), greedy(20)) for i in range(3)]
+    while len(memo.tokens(names[0])) < 5:
+        memo.step()
+    opens, failures = memo.manager.open, [RuntimeError("no such window")] * (1 + again)
+
+    def failing(*given: Any, **more: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return opens(*given, **more)
+
+    memo.manager.open = failing  # type: ignore[method-assign]
+    names.append(memo.add(short(4, 3), greedy(20)))
+    memo.step()
+    (record,) = [r for r in caplog.records if r.exc_info]
+    assert record.name == "forebay.engine" and "no such window" in str(record.exc_info)
+    if again:
+        with pytest.raises(RuntimeError, match="no such window"):
+            memo.step()
+    memo.finish()
+    assert [memo.tokens(name) for name in names] == [continuation(short(4, i), 20) for i in range(4)]
+    assert_idle(memo.engine)
+
+
 def test_overlap_is_for_kernels_unless_asked_for() -> None:
     assert EngineOptions().overlap is None
     assert tiny().engine.flights is None

@@ -368,6 +368,19 @@ def test_mode_ends_with_its_block(llm: LLM) -> None:
     llm.engine.settle()
 
 
+def test_kernels_run_in_modes_of_their_own_memory_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read blocks and windows as they are: another memory would change nothing, and its figures would be another mode's."""
+    monkeypatch.setattr(llm.engine.runner, "kernels", True)
+    for mode in quality_modes.MODES:
+        if mode.memory is None:
+            with running(llm, mode):
+                pass
+            continue
+        with pytest.raises(EngineError, match=f"GPU kernels do not run in the mode '{mode.name}'"), running(llm, mode):
+            pass
+        assert type(llm.engine.runner.memory) is CacheMemory
+
+
 @pytest.mark.parametrize("other", [WIDE, SHUFFLED, BOUNDED], ids=lambda mode: mode.name)
 def test_mode_within_a_mode_is_refused(llm: LLM, other: Mode) -> None:
     with running(llm, DENSE):

@@ -161,6 +161,15 @@ def test_a_storm_over_tiers_that_come_and_go(seed: int, overlap: bool) -> None:
     asked: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()
     seen: Counter[str] = Counter()
+    meanwhile = memo.scheduler.meanwhile
+
+    def counting() -> bool:
+        before = len(memo.scheduler.running)
+        goes = meanwhile()
+        seen["admitted in flight"] += len(memo.scheduler.running) - before
+        return goes
+
+    memo.scheduler.meanwhile = counting  # type: ignore[method-assign]
     for _ in range(100_000):
         if len(asked) < 160 and numbers.random() < 0.3:
             beginning = short(numbers.randrange(1, 110), numbers.randrange(3))
@@ -196,6 +205,8 @@ def test_a_storm_over_tiers_that_come_and_go(seed: int, overlap: bool) -> None:
         seen["ssd"] += tiers.ssd > 0
         seen["preempted"] += event.preemptions > 0
     assert min(seen[kind] for kind in ("none", "replay", "ssd", "preempted")) > 0, seen
+    if overlap:  # 493 and 559 steps, and 95 and 96 admissions, when this was written
+        assert memo.runner.ahead > 300 and seen["admitted in flight"] > 50, (memo.runner.ahead, seen)
     if seed % 2 == 0:
         assert seen["swa"] + seen["live"] > 0, seen
     assert memo.engine.reservoir is not None

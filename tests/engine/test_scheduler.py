@@ -490,6 +490,96 @@ def test_what_has_to_be_scheduled_is_not_left_to_meanwhile() -> None:
     assert not bench.scheduler.meanwhile() and bench.running == ["c"]
 
 
+def test_whoever_found_no_room_tries_again_when_it_needs_less() -> None:
+    """The blocks that there are stay as many: one of its history is no longer idle, since somebody shares it instead of loading its own."""
+    bench = TierBench(LONG, stored=5, blocks=17, max_sequences=4)
+    loading = asked(bench, LONG)
+    read = bench.found(loading)
+    assert bench.scheduler.meanwhile() and loading.restoring
+    ghost = bench.manager.sequence()
+    assert bench.manager.open(ghost, LONG[:40], reuse=False) is not None
+    bench.manager.commit(ghost, LONG[:40], 40)
+    bench.manager.release(ghost)
+    waits = asked(bench, [*LONG[:40], *short(20, 7)])
+    assert waits.restore is None or waits.restore._found.wait(5)
+    assert bench.scheduler.meanwhile() and bench.waiting == [waits.id]
+    room = bench.manager.available_blocks()
+    read.come = [0, 1, 2]
+    assert bench.scheduler.meanwhile() and bench.waiting == [waits.id]
+    assert bench.manager.available_blocks() == room
+    assert not bench.scheduler.meanwhile() and not bench.waiting and waits.cache.table[:5] == loading.cache.table[:3] + [
+        bench.manager.index.find(key) for key in bench.keys[3:5]
+    ]  # fmt: skip
+
+
+def test_a_prefix_that_is_lost_and_computed_by_another_counts() -> None:
+    """Its blocks are as many as when there was no room, and there are as many beside; but they are another's now and not idle."""
+    bench = Bench(blocks=17, max_sequences=4)
+    warm = bench.manager.sequence()
+    assert bench.manager.open(warm, LONG[:40], reuse=False) is not None
+    bench.manager.commit(warm, LONG[:40], 40)
+    bench.manager.release(warm)
+    large = bench.add("large", 62)  # 9 blocks of 17
+    bench.step()
+    waits = asked(bench, [*LONG[:40], *short(20, 7)])
+    assert bench.scheduler.meanwhile() and bench.waiting == [waits.id]
+    room = bench.manager.available_blocks()
+    bench.manager.clear()
+    other = bench.manager.sequence()
+    bench.end(large)
+    fill = bench.manager.sequence()
+    assert bench.manager.open(other, LONG[:40]) is not None
+    assert bench.manager.open(fill, short(8 * (bench.manager.available_blocks() - room - 1), 11)) is not None
+    bench.manager.commit(other, LONG[:40], 40)
+    assert bench.manager.available_blocks() == room
+    assert not bench.scheduler.meanwhile() and waits.cache.table[:4] == other.table[:4]
+
+
+def test_a_preempted_sequence_without_room_keeps_nobody_from_going_ahead() -> None:
+    bench = Bench(blocks=20)
+    running = grown(bench, "a", "b", "c", length=40)[1]
+    preempted, index = until_preempted(bench), bench.manager.index
+    assert preempted.id == "c" and preempted.saved is not None and len(preempted.saved.contents) > 5
+    for _ in range(2):
+        assert bench.scheduler.meanwhile() and preempted.saved is not None
+        blocks, gains = index.match(preempted.cache.chain.keys), index.gains
+        index.acquire(blocks[:1])  # it would need one less; now it needs as many again
+        index.release(blocks[:1])
+        assert index.gains == gains + 1 and bench.scheduler.meanwhile()
+    bench.end(running)
+    assert not bench.scheduler.meanwhile(), "there is room"
+    bench.step()
+    assert bench.restored == ["c"]
+
+
+def test_an_admission_that_fails_can_be_tried_again() -> None:
+    """Whether its window cannot be loaded, or what was saved of it cannot be put back: it owns nothing."""
+    bench = WindowBench()
+    failing = cast(Any, lambda *given: 1 / 0)
+    bench.scheduler.live = {bench.keys[5]: window_at(bench, 48, 3)}
+    loads, bench.scheduler._load_window = bench.scheduler._load_window, failing  # type: ignore[method-assign]
+    sequence = asked(bench, [*bench.ids[:48], *short(20, 4)])
+    assert sequence.restore is None or sequence.restore._found.wait(5)
+    for attempt in (bench.scheduler.meanwhile, bench.scheduler.schedule, bench.scheduler.schedule):
+        with pytest.raises(ZeroDivisionError):
+            attempt()
+        bench.manager.check([])
+        assert bench.waiting == [sequence.id] and not bench.running
+    bench.scheduler._load_window = loads  # type: ignore[method-assign]
+    while not sequence.generated:
+        bench.step()
+    assert sequence.tiers == TierCounts(hbm=48, compute=20, window="live")
+    bench.step()
+    bench.scheduler._preempt(sequence)
+    restores, bench.scheduler._restore = bench.scheduler._restore, failing
+    with pytest.raises(ZeroDivisionError):
+        bench.scheduler.schedule()
+    bench.manager.check([])
+    bench.scheduler._restore = restores
+    (row,) = bench.step()
+    assert bench.restored == [sequence.id] and row.stop == len(sequence.tokens) - 1
+
+
 def test_blocks_come_in_before_anything_is_computed() -> None:
     bench = TierBench(LONG, stored=5)
     sequence = asked(bench, LONG)
@@ -940,6 +1030,42 @@ def test_those_that_wait_too_long_are_given_up_but_not_those_that_have_started()
     bench.step()
     assert [s.id for s in bench.scheduler.expired] == ["late"]
     assert bench.waiting == [preempted.id]
+
+
+def test_a_queue_is_looked_through_only_when_somebody_may_have_waited_too_long() -> None:
+    class Counted(list[Sequence]):
+        looked = 0
+
+        def __iter__(self) -> Any:
+            self.looked += 1
+            return super().__iter__()
+
+    bench = Bench(max_sequences=1, max_queue_wait_s=5.0)
+    grown(bench, "runs")
+    queue = bench.scheduler.waiting = Counted()
+    late, first, second = bench.add("late", 4, priority=-1), bench.add("first", 4), bench.add("second", 4, priority=-2)
+    first.request.arrived -= 2.0  # sooner than those that come before it
+    bench.scheduler.take_out(first)
+    bench.scheduler.add(first)
+    bench.scheduler.take_out(late)
+    bench.now += 2.9
+    bench.scheduler.add(late)
+    queue.looked = 0
+    assert bench.scheduler.meanwhile() and queue.looked == 0
+    bench.now += 0.2
+    assert not bench.scheduler.meanwhile() and queue.looked > 0
+    bench.step()
+    assert bench.scheduler.expired == [first]
+    bench.now += 1.8
+    assert bench.scheduler.meanwhile()
+    queue.looked = 0
+    assert bench.scheduler.meanwhile() and queue.looked == 0
+    bench.now += 0.2
+    bench.step()
+    assert bench.scheduler.expired == [second, late]
+    queue.looked = 0
+    bench.now += 100.0
+    assert bench.scheduler.meanwhile() and queue.looked == 0
 
 
 def test_no_limit_on_waiting_when_it_is_zero() -> None:

@@ -250,7 +250,9 @@ def test_streams_through_the_engine(timer: HostTimer, monkeypatch: pytest.Monkey
     file = tmp_path / "figures.json"
     args = ["--contexts", "16,64", "--steps", "4", "--repeats", "1", "--streams", "1,3,5", "--json", str(file)]
     assert main(["bench", "decode", "--model", str(tiny_checkpoint()), *args]) == 0
-    rows = json.loads(file.read_text("utf-8"))["streams"]["rows"]
+    figures = json.loads(file.read_text("utf-8"))
+    assert " on cpu, GPU kernels, " in figures["measured"] and " on cpu, GPU kernels, " in figures["streams"]["measured"]
+    rows = figures["streams"]["rows"]
     assert list(rows) == ["1", "3", "5"]
     assert all(set(rows[n]) == {"step, ms", "tokens/s", "graph, ms", "host, ms", "shows, ms"} for n in ("1", "3"))
     assert set(rows["5"]) == {"step, ms", "tokens/s"}  # as two graphs

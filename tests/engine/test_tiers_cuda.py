@@ -12,7 +12,7 @@ import torch
 from forebay.cache.embedded import find_binary
 from forebay.engine.llm import LLM
 from forebay.engine.tiers import TierOptions
-from forebay.engine.types import SamplingParams
+from forebay.engine.types import Request, SamplingParams
 from forebay.model.errors import ConfigError
 from noise_model import noise_checkpoint
 
@@ -87,7 +87,10 @@ def test_every_tier_gives_the_same_text(tmp_path: Path, kernels: bool) -> None:
         cold = llm.generate([ids], GREEDY)[0]
         warm = llm.generate([ids], GREEDY)[0]
         assert (warm.tiers.window, warm.tiers.lineage, warm.tiers.hbm) == ("swa", 0, 2976)
-        assert warm.token_ids == cold.token_ids or kernels
+        assert kernels or warm.token_ids == cold.token_ids
+        assert llm.generate([ids], GREEDY)[0].token_ids == warm.token_ids
+        apart = llm.run([Request(ids, GREEDY, salt="another")])[0]
+        assert apart.tiers.compute == len(ids) and apart.token_ids == cold.token_ids, "who shares nothing with anybody is another cold run"
         store = llm.engine.reservoir.store  # type: ignore[union-attr]
         assert store is not None and store.flush(30)
         llm.engine.manager.clear()

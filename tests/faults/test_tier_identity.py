@@ -68,8 +68,8 @@ def test_b033_copies_hold_what_the_device_holds(tmp_path: Path, device: str, mon
     with tiered(tmp_path, **options) as llm:
         run = llm.engine.runner.run
 
-        def behind(rows: Any) -> Any:
-            result = run(rows)
+        def behind(rows: Any, **more: Any) -> Any:
+            result = run(rows, **more)
             if device == "cuda":  # what the step wrote gets there last, and late: a copy on another stream would find something else
                 data = llm.engine.runner.blocks.data
                 written = data.clone()

@@ -41,6 +41,7 @@ def test_decode_times_the_asked_steps_at_each_context(tmp_path: Path, capsys: py
     [
         (["decode", "--contexts", "1024"], "--contexts takes two or more lengths such as 1024,16384, got '1024'"),
         (["decode", "--contexts", "1,many"], "--contexts takes two or more lengths"),
+        (["invariance", "--device", "cuda"], "batch invariance is for the CPU, on cuda it changes nothing; use --device cpu"),
         (["prefill", "--tokens", "40000"], "40001 tokens are needed, the context of demo is 32768"),
     ],
 )

@@ -61,6 +61,20 @@ def test_figures_say_what_was_measured_where_and_with_what(tmp_path: Path, capsy
     assert "0%, about" in err and " left: text, exact" in err
 
 
+@pytest.mark.parametrize("kernels", ["true", "false"])
+def test_torch_operations_are_measured(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    """GPU kernels know none of the memories that modes stand for."""
+    asked: dict[str, Any] = {}
+
+    def opened(path: str, **options: Any) -> None:
+        asked.update(options)
+        raise QualityError("enough")
+
+    monkeypatch.setattr("forebay.server.commands.bench_quality.LLM", opened)
+    assert run("--set", f"engine.kernels={kernels}") == 1
+    assert asked["kernels"] is False
+
+
 @pytest.mark.usefixtures("small")
 def test_abort_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: Any) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from forebay.engine import cache_bench
 from forebay.engine.cache_bench import BenchError, Row
 from forebay.server import cli
+from forebay.server.commands.bench import path_taken
 from forebay.server.commands.scratch import scratch
 from forebay.server.config import load
 
@@ -119,6 +122,29 @@ def test_first_token_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [row.get("most") for row in figures["rows"].values()] == [None, 0.15, 0.2, 0.25]
     assert "on SSD, Redis down" in capsys.readouterr().out
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_resume_runs_what_the_server_would(kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def opened(path: str, **options: Any) -> None:
+        asked.update(options)
+        raise BenchError("enough")
+
+    monkeypatch.setattr("forebay.server.commands.bench_resume.LLM", opened)
+    setting = f"engine.kernels={str(kernels).lower()}"
+    assert cli.main(["bench", "resume", "--tokens", "512", "--cache-dir", str(tmp_path / "kv"), "--set", setting, *QUIET]) == 1
+    assert asked["kernels"] is kernels
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "shown"),
+    [("cpu", False, "cpu"), ("cuda:0", True, "cuda:0, GPU kernels"), ("cuda:0", False, "cuda:0, torch operations")],
+)
+def test_figures_say_what_ran(device: str, kernels: bool, shown: str) -> None:
+    runner = SimpleNamespace(device=torch.device(device), kernels=kernels)
+    assert path_taken(cast(Any, SimpleNamespace(engine=SimpleNamespace(runner=runner)))) == shown
 
 
 def test_prompt_longer_than_the_context_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
