@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Settings from the developer's shell must not change what a test sees, nor reach the servers it starts.
 for name in [name for name in os.environ if name.startswith("FOREBAY_")]:
     del os.environ[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> None:
+    """Without a GPU, Triton is imported as its interpreter wants it, before anything else in torch imports it.
+
+    What Triton's own language is made of is then interpreted, or compiled, for as long as the process lives.
+    """
+    import torch
+
+    if find_spec("triton") is not None and not torch.cuda.is_available():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            import_module("triton.language")
 
 
 @pytest.fixture(scope="session")
