@@ -9,8 +9,8 @@ from forebay.model.errors import ConfigError
 
 DEFAULT_WEIGHT_CACHE = 512 << 20
 ROWS = 512, 512  # encoder_tokens and decoder_tokens unless given
-# The same with GPU kernels. On an H200 a step of 2,048 prompt rows ran at 50 % of the bf16 peak and kept generated tokens waiting for a
-# tenth of a second; one of 8,192 ran at 56 % and took a third of a second. As many prompts as 128 rows of each fill may end in a step.
+# The same with GPU kernels. On an H200 a step of 2,048 prompt rows ran at 51 % of the bf16 peak and kept generated tokens waiting for a
+# tenth of a second; one of 8,192 ran at 59 % and took three tenths. As many prompts as 128 rows of each fill may end in a step.
 KERNEL_ROWS = 2048, 1024
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from forebay.model.config import MAIN_KV_GROUP, QUANT_GROUP
 from forebay.model.ops.kernels import attend as kernels
 from forebay.model.ops.kernels import dependent
 from forebay.model.ops.kernels.moe_ops import Meeting, processors
+
+log = logging.getLogger(__name__)
 
 PROCESSORS = 132  # of an H200
 MAX_HEADS = 64
@@ -269,7 +272,8 @@ def wide_kernel(device: torch.device) -> Any | None:
         return None
     try:
         from forebay.model.ops.kernels import attend_wide
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        log.warning("the attention kernel for many rows does not fit this Triton, the slower one runs: %s", error)
         return None
     return attend_wide.attend_wide
 

@@ -24,16 +24,30 @@ from types import SimpleNamespace
 
 from forebay.model.ops.kernels import dependent
 
+# Eight E2M1 codes -> the four low ones and the four high ones as E4M3, 2^-6 small: sign to bit 7, the others to bits 4 to 2.
+E2M1 = """
+{
+.reg .b32 a, b;
+and.b32 b, $2, 0x88888888;
+shl.b32 a, $2, 2;
+shl.b32 $0, b, 4;
+lop3.b32 $0, a, 0x1c1c1c1c, $0, 0xe2;
+shr.b32 a, $2, 2;
+lop3.b32 $1, a, 0x1c1c1c1c, b, 0xe2;
+}
+"""
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The kernels by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
     global tl, triton, near, group_codes, group_dot, first_of, head_sum, row_scores, halves, key_codes, key_scales
-    global quarters, paged, fetch, query_groups, head_weights, put, _await
+    global quarters, paged, fetch, query_groups, head_weights, put, _await, FOURS
     import triton
     import triton.language as tl
 
     _await = dependent.load(interpreted)._await
+    FOURS = tl.constexpr(E2M1)
 
     @triton.jit
     def near(x):
@@ -107,17 +121,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         """total [BK, N] fp32 and products of a group of 32 channels times the keys' scales: packed [BK, 16], power [BK], q [32, N]."""
         if FP8 and ASM:
             low, high = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 a, b;
-                and.b32 b, $2, 0x88888888;
-                shl.b32 a, $2, 2;
-                shl.b32 $0, b, 4;
-                lop3.b32 $0, a, 0x1c1c1c1c, $0, 0xe2;
-                shr.b32 a, $2, 2;
-                lop3.b32 $1, a, 0x1c1c1c1c, b, 0xe2;
-                }
-                """,
+                FOURS,
                 "=&r,=r,r", [packed], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
             )  # fmt: skip
             keys = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [BK, 32]).to(tl.float8e4nv, bitcast=True)

@@ -24,9 +24,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 
-from forebay.model.ops.kernels import dependent
+from forebay.model.ops.kernels import dependent, index
 
 _await = dependent.load(False)._await_gluon
+FOURS = gl.constexpr(index.E2M1)
 RUN = gl.constexpr(8)  # columns of a block of candidates
 # What changed its name after Triton 3.6.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -131,17 +132,7 @@ def _group(low, high):
 def _decoded(packed):
     """Packed codes [lines, 128] of 64 keys -> E4M3 operands of the four groups, [64, 32] each."""
     low, high = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b;
-        and.b32 b, $2, 0x88888888;
-        shl.b32 a, $2, 2;
-        shl.b32 $0, b, 4;
-        lop3.b32 $0, a, 0x1c1c1c1c, $0, 0xe2;
-        shr.b32 a, $2, 2;
-        lop3.b32 $1, a, 0x1c1c1c1c, b, 0xe2;
-        }
-        """,
+        FOURS,
         "=&r,=r,r", [packed], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
     )  # fmt: skip
     low_even, low_odd = gl.split(low.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2)))

@@ -12,6 +12,7 @@ that only copies the same pages took 19.0, 22.3 and 28.2, one that does nothing 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from forebay.model.ops.kernels import dependent, index
+
+log = logging.getLogger(__name__)
 
 QUERY_PAD = 16  # bytes behind the codes of a head: its power of two, fp32, and room that keeps heads aligned
 
@@ -249,7 +252,8 @@ def _lone_kernel() -> ModuleType | None:
     """The kernel for lone rows, where this Triton has what it needs."""
     try:
         from forebay.model.ops.kernels import index_lone
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        log.warning("the scan of lone rows does not fit this Triton, the slower one runs: %s", error)
         return None
     return index_lone
 
