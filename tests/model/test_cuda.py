@@ -15,7 +15,7 @@ from forebay.engine.llm import LLM
 from forebay.engine.runner import Runner
 from forebay.engine.types import SamplingParams
 from forebay.model.ops import formats
-from forwards import Hand, step
+from forwards import Hand, assert_same, step
 from noise_model import noise_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -146,9 +146,16 @@ class TestKernels:
             assert_near(cpu[part], fused[part], ROUGH if name == "noise" else NEAR)
             assert_near(plain[part], fused[part], ROUGH if name == "noise" else NEAR)
 
+    def test_a_prompt_is_the_same_again(self, noise: LLM) -> None:
+        """Bit for bit: nothing depends on which program comes first, on what memory held before, or on what the tensor cores still do."""
+        first = noise.trace(ids(500))
+        for _ in range(3):
+            assert_same(noise.trace(ids(500)), first)
+
     def test_greedy_text_of_the_demo(self) -> None:
         """Equal up to the first token where two are as good, and what follows is text that torch operations, given the same beginning,
-        could say: on the CPU or on the GPU, since where the demo recalls digits that it never learnt, those two differ by 2 themselves."""
+        could say: on the CPU or on the GPU. What is as good is measured: how far those two are apart about likely tokens, somewhere in
+        these texts. Where the demo recalls digits that it never learnt, that is 2 and more."""
         prompts = [
             "def fibonacci(n):\n",
             "import json\n\n\ndef load(path):\n    ",
@@ -164,18 +171,22 @@ class TestKernels:
             with LLM("demo", "cuda", "exact", kernels=True, max_sequences=4, kv_tokens=4096) as cuda:
                 texts.append([o.token_ids for o in cuda.generate(starts, params)])
             with LLM("demo", "cuda", "exact", kernels=False, max_sequences=4, kv_tokens=4096) as plain:
-                judged = [[llm.score(s + t)[len(s) - 1 : -1].cpu() for llm in (cpu, plain)] for s, t in zip(starts, texts[1], strict=True)]
-            same = 0
-            for logits, there, here in zip(judged, *texts, strict=True):
-                assert len(here) == len(there) == 64
-                chosen = torch.tensor(here)[:, None]
-                lost = torch.stack([one.amax(-1) - one.gather(1, chosen)[:, 0] for one in logits]).amin(0)
-                told = f"{here} instead of {there}, worse by {lost.tolist()}"
-                assert float((lost > ROUNDING).float().mean()) <= 0.05, told
-                first = next((n for n, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), None)
-                assert first is None or float(lost[first]) <= ROUNDING, told
-                same += first is None
-            assert same >= 1
+                judged = [
+                    [[llm.score(s + t)[len(s) - 1 : -1].cpu() for llm in (cpu, plain)] for s, t in zip(starts, said, strict=True)]
+                    for said in texts
+                ]
+        apart = max(unlike(*pair) for said in judged for pair in said)
+        same = 0
+        for logits, there, here in zip(judged[1], *texts, strict=True):
+            assert len(here) == len(there) == 64
+            chosen = torch.tensor(here)[:, None]
+            lost = torch.stack([one.amax(-1) - one.gather(1, chosen)[:, 0] for one in logits]).amin(0)
+            told = f"{here} instead of {there}, worse by {lost.tolist()}, with the judges {apart} apart"
+            assert float((lost > ROUNDING).float().mean()) <= 0.05, told
+            first = next((n for n, (a, b) in enumerate(zip(here, there, strict=True)) if a != b), None)
+            assert first is None or float(lost[first]) <= max(ROUNDING, apart), told
+            same += first is None
+        assert same >= 1
 
     def test_real_width(self) -> None:
         """Random weights of the released sizes, made on the device: kernels give what torch operations give."""
@@ -248,6 +259,12 @@ def logits_of(llm: LLM, tokens: list[int], prompt: int) -> Tensor:
         for n in range(prompt, len(tokens)):
             parts.append(runner.run([hand.row(n, n + 1, wants_logits=True)])[0].cpu())
     return torch.cat(parts)
+
+
+def unlike(one: Tensor, other: Tensor) -> float:
+    """How far two logits [n, vocab] are apart at most about a token's distance from the best, of tokens within 3 of it by either."""
+    below, beneath = (logits.amax(-1, keepdim=True) - logits for logits in (one, other))
+    return float((below - beneath).abs()[(below <= 3) | (beneath <= 3)].amax())
 
 
 def assert_near(wanted: Tensor, found: Tensor, limits: tuple[float, float, float]) -> None:

@@ -41,6 +41,8 @@ and.b32 t, t, 0x07F007F0;
 or.b32 t, t, s;
 mul.rn.bf16x2 $0, t, $3;
 }"""
+# Nothing, but what has gone through it counts as used.
+_SAME = "mov.b32 $0, $1;"
 # What differs between the channels of a thread: multipliers of `_E2M1_PAIR`, choices of `_E4M3_PAIR`, and places of a scale in a word.
 TABLE = (4096, 256, 16, 1, 0x4000, 0x5010, 0x6020, 0x7030, 0, 8, 16, 24)
 
@@ -48,11 +50,23 @@ TABLE = (4096, 256, 16, 1, 0x4000, 0x5010, 0x6020, 0x7030, 0, 8, 16, 24)
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The helpers by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
-    global tl, triton, _power, _e2m1, _e4m3, _exponents, _fp4_weights, _fp4_product, _fp4_products, _fp8_product, E2M1_PAIR, E4M3_PAIR
+    global tl, triton, _power, _e2m1, _e4m3, _exponents, _fp4_weights, _fp4_product, _fp4_products, _fp8_product, _settled
+    global E2M1_PAIR, E4M3_PAIR, SAME
     import triton
     import triton.language as tl
 
-    E2M1_PAIR, E4M3_PAIR = tl.constexpr(_E2M1_PAIR), tl.constexpr(_E4M3_PAIR)
+    E2M1_PAIR, E4M3_PAIR, SAME = tl.constexpr(_E2M1_PAIR), tl.constexpr(_E4M3_PAIR), tl.constexpr(_SAME)
+
+    @triton.jit
+    def _settled(acc, EXACT: tl.constexpr):
+        """acc, for which the tensor cores are waited for at this place.
+
+        Left to itself, the compiler lets products of one round run on while the next round's weights are widened, into the registers that
+        those products still read: their sums are wrong then, sometimes (https://github.com/triton-lang/triton/issues/9433).
+        """
+        if not EXACT:
+            acc = tl.inline_asm_elementwise(SAME, "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        return acc
 
     @triton.jit
     def _power(byte):
@@ -127,7 +141,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         acc = tl.zeros([BN, BM], tl.float32)
         for k in tl.range(0, KP, STEP, num_stages=STAGES):
             w = _fp4_weights(packed, scales, table, factor, row, k, K, BN, STEP, DUP, DOT, EXACT)
-            acc = tl.dot(w, tl.load(x + source[None, :] * KP + k + tl.arange(0, STEP)[:, None]).to(DOT), acc)
+            acc = _settled(tl.dot(w, tl.load(x + source[None, :] * KP + k + tl.arange(0, STEP)[:, None]).to(DOT), acc), EXACT)
         if not EXACT:
             acc = acc * 18446744073709551616.0
         return acc
@@ -146,7 +160,8 @@ def load(interpreted: bool) -> SimpleNamespace:
             w = _fp4_weights(packed, scales, table, factor, row, k, K, BN, STEP, DUP, DOT, EXACT)
             channel = k + tl.arange(0, STEP)[:, None]
             acc = tl.dot(w, tl.load(x + source[None, :] * KP + channel).to(DOT), acc)
-            acc2 = tl.dot(w, tl.load(x + source2[None, :] * KP + channel).to(DOT), acc2)
+            acc2 = _settled(tl.dot(w, tl.load(x + source2[None, :] * KP + channel).to(DOT), acc2), EXACT)
+            acc = _settled(acc, EXACT)
         if not EXACT:
             acc = acc * 18446744073709551616.0
             acc2 = acc2 * 18446744073709551616.0
@@ -180,7 +195,7 @@ def load(interpreted: bool) -> SimpleNamespace:
                     E4M3_PAIR, "=r,r,r,r,r,r,r", args=[code, power, choice], dtype=tl.bfloat16, is_pure=True, pack=2
                 )
             v = tl.load(x + source[None, :] * KP + k + tl.arange(0, STEP)[:, None]).to(DOT)
-            acc = tl.dot(tl.reshape(w, [BN, STEP]), v, acc)
+            acc = _settled(tl.dot(tl.reshape(w, [BN, STEP]), v, acc), EXACT)
         if not EXACT:
             acc = acc * 18446744073709551616.0
         return acc
