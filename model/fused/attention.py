@@ -69,9 +69,6 @@ class FusedAttention:
         split = attend_ops.plan(n, self.heads, self.dim, rings.shape[1], topk)
         parts = attend_ops.borrowed(self.work.meeting, n, self.heads, self.dim, split.splits)
         attend_ops.attend(q, rings, fresh, entries, layer.sink, self.scale, rows, heads, split, parts)
-        last = half.first + half.fresh.shape[0] - 1
-        if plan.index == last and not step.alone:  # all layers' rows at once, when none of them is read any more
-            store_ops.keep_window(half.fresh, half.windows[:, half.first : last + 1], step)
         inner = self._new(x, n, layer.wo_a.codes.shape[0])
         layer.wo_a(out, inner, self.work.meeting, round_output=True)
         y = torch.empty_like(x)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forebay.model.fused.rows import HalfRows
 from forebay.model.memory import CacheMemory
-from forebay.model.ops.kernels.store_ops import turn_table
+from forebay.model.ops.kernels.store_ops import keep_window, turn_table
 
 
 class Half:
@@ -47,6 +47,14 @@ class Half:
             out = torch.empty((position.numel(), 2, freqs[entries].numel()), dtype=torch.float32, device=position.device)
             turn_table(position, freqs[entries], ratio, out)
             turns[entries, ratio] = out
+
+    def keep_windows(self) -> None:
+        """Write the window rows of all layers, at the end of a half, when no row's attention reads the older ones any more.
+
+        Where each row is its sequence's only one, its layers have written theirs.
+        """
+        if not self.rows.step.alone:
+            keep_window(self.fresh, self.windows[:, self.first : self.first + self.fresh.shape[0]], self.rows.step)
 
     def take_captures(self, head_dim: int) -> None:
         """Copy window rows to where snapshots want them."""

@@ -126,6 +126,7 @@ class FusedBackbone:
             flow = self._read(first, flow.streams, one, history, half)
         for number in range(cut):
             flow = self._layer(number, flow, history, half)
+        half.keep_windows()
         last = self.layers[cut]
         if last.compressor is not None:
             self.attention.store_global(last, flow.x, half)
@@ -137,6 +138,7 @@ class FusedBackbone:
         hidden = torch.empty_like(flow.x)
         for number in range(self.topology.cut, len(self.layers)):
             flow = self._layer(number, flow, history, half, hidden)
+        half.keep_windows()
         return hidden
 
     def _layer(self, number: int, flow: Flow, history: Tensor | None, half: Half, hidden: Tensor | None = None) -> Flow:
