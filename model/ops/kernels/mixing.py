@@ -8,13 +8,17 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import settled
+
 
 @cache
 def load(interpreted: bool) -> SimpleNamespace:
     """The functions by name; `interpreted` is whether TRITON_INTERPRET is set."""
-    global tl, triton, _pin, _cut, _product, _mixed, _weights, _interleaved, _projection, _stored
+    global tl, triton, _pin, _cut, _product, _mixed, _weights, _interleaved, _projection, _stored, _settled
     import triton
     import triton.language as tl
+
+    _settled = settled.load(interpreted)._settled
 
     @triton.jit
     def _pin(x, EXACT: tl.constexpr):
@@ -42,7 +46,7 @@ def load(interpreted: bool) -> SimpleNamespace:
         else:
             acc = tl.dot(t, tl.trans(low), acc)
             acc = tl.dot(t, tl.trans(middle), acc)
-            acc = tl.dot(t, tl.trans(high), acc)
+            acc = _settled(tl.dot(t, tl.trans(high), acc), EXACT)
         return acc
 
     @triton.jit

@@ -20,6 +20,8 @@ from __future__ import annotations
 from functools import cache
 from types import SimpleNamespace
 
+from forebay.model.ops.kernels import settled
+
 # Nibbles p and p + 4 of a word ($1) as bf16 of 2^-126 times E2M1, subnormal for 0.5; the scale ($3, twice) has the rest. $5 is
 # 2^(12 - 4 p): a product by it is a shift by other units of the processor than those that mask.
 _E2M1_PAIR = """{
@@ -41,8 +43,6 @@ and.b32 t, t, 0x07F007F0;
 or.b32 t, t, s;
 mul.rn.bf16x2 $0, t, $3;
 }"""
-# Nothing, but what has gone through it counts as used.
-_SAME = "mov.b32 $0, $1;"
 # What differs between the channels of a thread: multipliers of `_E2M1_PAIR`, choices of `_E4M3_PAIR`, and places of a scale in a word.
 TABLE = (4096, 256, 16, 1, 0x4000, 0x5010, 0x6020, 0x7030, 0, 8, 16, 24)
 
@@ -51,22 +51,12 @@ TABLE = (4096, 256, 16, 1, 0x4000, 0x5010, 0x6020, 0x7030, 0, 8, 16, 24)
 def load(interpreted: bool) -> SimpleNamespace:
     """The helpers by name; `interpreted` is whether TRITON_INTERPRET is set, which triton looks at while they are defined."""
     global tl, triton, _power, _e2m1, _e4m3, _exponents, _fp4_weights, _fp4_product, _fp4_products, _fp8_product, _settled
-    global E2M1_PAIR, E4M3_PAIR, SAME
+    global E2M1_PAIR, E4M3_PAIR
     import triton
     import triton.language as tl
 
-    E2M1_PAIR, E4M3_PAIR, SAME = tl.constexpr(_E2M1_PAIR), tl.constexpr(_E4M3_PAIR), tl.constexpr(_SAME)
-
-    @triton.jit
-    def _settled(acc, EXACT: tl.constexpr):
-        """acc, for which the tensor cores are waited for at this place.
-
-        Left to itself, the compiler lets products of one round run on while the next round's weights are widened, into the registers that
-        those products still read: their sums are wrong then, sometimes (https://github.com/triton-lang/triton/issues/9433).
-        """
-        if not EXACT:
-            acc = tl.inline_asm_elementwise(SAME, "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
-        return acc
+    E2M1_PAIR, E4M3_PAIR = tl.constexpr(_E2M1_PAIR), tl.constexpr(_E4M3_PAIR)
+    _settled = settled.load(interpreted)._settled
 
     @triton.jit
     def _power(byte):

@@ -188,7 +188,7 @@ for tuning in (gemm_ops.FEW,):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
 def test_waits_for_products_before_their_registers_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled for Hopper, which needs none: no round leaves products running (`products._settled`)."""
+    """Compiled for Hopper, which needs none: no round leaves products running (`kernels.settled`)."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=200)
