@@ -31,6 +31,7 @@ FOURS = gl.constexpr(index.E2M1)
 RUN = gl.constexpr(8)  # columns of a block of candidates
 # What changed its name after Triton 3.6.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 # Two keys lie in a line of 128 bytes. Lanes: four words of a group, which key, lines; registers: bytes, groups, eights of keys.
 CODES = gl.constexpr(
@@ -95,8 +96,8 @@ def _copy(
     mbarrier.expect(full.index(stage), KEYS * 68, pred=some)
     line = page * LINES
     part = 0 if KEYS == ENTRIES else piece % (ENTRIES // KEYS)
-    tma.async_copy_global_to_shared(codes, [line + part * (KEYS // 2), 0], full.index(stage), kept.index(stage), pred=some)
-    tma.async_copy_global_to_shared(scales, [line + part * (KEYS // 32), 0], full.index(stage), words.index(stage), pred=some)
+    load(codes, [line + part * (KEYS // 2), 0], full.index(stage), kept.index(stage), pred=some)
+    load(scales, [line + part * (KEYS // 32), 0], full.index(stage), words.index(stage), pred=some)
 
 
 @gluon.jit
