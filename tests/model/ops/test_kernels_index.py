@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -232,3 +237,34 @@ def test_planted_needles(m: int, where: str) -> None:
         found = select_ops.top_columns(scores, visible, k, torch.empty((1, k), dtype=torch.int32), maxima=given)[0]
         assert len(found.unique()) == k and bool((found[1:] > found[:-1]).all())
         assert set(needles[:k].tolist()) <= set(found.tolist())
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from forebay.model.ops.kernels import dependent, index_lone
+
+kernel, layouts = index_lone.scan, (index_lone.CODE_LINES, index_lone.SCALE_LINES)
+constants = dict(H=32, KEYS=64, ENTRIES=64, LINES=890, MAXIMA=True, TILES=1, STAGES=3)
+kinds = {"q": "*u8"} | dict.fromkeys("weights out maxima".split(), "*bf16")
+kinds |= dict.fromkeys("table tile_first tile_rows span visible".split(), "*i32") | {"codes": f"tensordesc<u8[32, 128],{layouts[0]!r}>", "scales": f"tensordesc<i32[2, 32],{layouts[1]!r}>"}
+names = kernel.arg_names
+signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+whole = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+values = {(names.index(name),): value for name, value in constants.items()}
+options = {"num_warps": 4, "maxnreg": 128} | dependent.load(False).OPTIONS
+ptx = triton.compile(GluonASTSource(kernel, signature, values, whole), target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+print(*(ptx.count(text) for text in ("griddepcontrol.wait", "cp.async.bulk.tensor", "wgmma.mma_async")))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+def test_the_lone_scan_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a GPU too, by whichever Triton is installed: keys come by TMA, and tensor cores multiply."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waits, copies, products = map(int, done.stdout.split())
+    assert waits == 1 and copies >= 2 and products >= 4
