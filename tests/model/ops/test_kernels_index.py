@@ -248,7 +248,8 @@ from forebay.model.ops.kernels import dependent, index_lone
 kernel, layouts = index_lone.scan, (index_lone.CODE_LINES, index_lone.SCALE_LINES)
 constants = dict(H=32, KEYS=64, ENTRIES=64, LINES=890, MAXIMA=True, TILES=1, STAGES=3)
 kinds = {"q": "*u8"} | dict.fromkeys("weights out maxima".split(), "*bf16")
-kinds |= dict.fromkeys("table tile_first tile_rows span visible".split(), "*i32") | {"codes": f"tensordesc<u8[32, 128],{layouts[0]!r}>", "scales": f"tensordesc<i32[2, 32],{layouts[1]!r}>"}
+kinds |= dict.fromkeys("table tile_first tile_rows span visible".split(), "*i32")
+kinds |= {"codes": f"tensordesc<u8[32, 128],{layouts[0]!r}>", "scales": f"tensordesc<i32[2, 32],{layouts[1]!r}>"}
 names = kernel.arg_names
 signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
 whole = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
