@@ -63,7 +63,8 @@ def test_step_of_many_rows(n: int, width: int, tuning: Wide) -> None:
     assert torch.allclose(out.float(), want.float(), rtol=2**-7, atol=1e-3)
     assert (out != want).float().mean() < 1e-3  # fused multiplications and additions
     x = rms_norm(collapse(out, p.pre), p.norm, EPS)
-    assert torch.allclose(p.into.x.float(), x.float(), rtol=2**-7, atol=0)
+    assert torch.allclose(p.into.x.float(), x.float(), rtol=2**-7, atol=1e-5)  # of millions of sums, some nearly cancel
+    assert (p.into.x != x).float().mean() < 0.02
     assert p.into.rounded is not None and p.into.codes is not None and p.into.scales is not None
     assert torch.equal(p.into.rounded.float(), formats.fp8_round(p.into.x))
     codes, scales = formats.fp8_encode(p.into.x)
@@ -82,8 +83,8 @@ def test_as_the_other_kernel_and_in_place(amplitude: float) -> None:
     found = p.run(StreamStep(n, 4, width, EPS, HC_EPS, 20, "cuda", Wide()), p.x)
     assert (found[0] != others[0]).float().mean() < 1e-4  # as another fused multiplication may be chosen
     assert (found[1] != others[1]).float().mean() < 0.02  # the norm's sum is in another order
-    for a, b in zip(found[5:], others[5:], strict=True):
-        assert torch.allclose(a, b, rtol=2e-5, atol=1e-6)
+    for a, b in zip(found[5:], others[5:], strict=True):  # the other's tensor cores cut what they add up
+        assert torch.allclose(a, b, rtol=3e-4, atol=3e-6)
 
 
 def test_elsewhere_the_other_kernel_is_taken() -> None:
