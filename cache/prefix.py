@@ -41,12 +41,13 @@ def root_key(fingerprint: str, layout_identity: str, salt: str) -> bytes:
     return digest.digest()
 
 
-def block_key(parent: bytes, tokens: Sequence[int], digests: Iterable[bytes] = ()) -> bytes:
-    """Key of a full block: blake3(parent key, tokens as little-endian u32, image digests in order).
+def block_key(parent: bytes, tokens: Sequence[int], images: Iterable[bytes] = ()) -> bytes:
+    """Key of a full block: blake3(parent key, tokens as little-endian u32, and of each image in order its digest and where it is).
 
-    The number of tokens is fixed by the layout in the root and digests have a fixed length, so the fields cannot run into each other.
+    The number of tokens is fixed by the layout in the root and what an image adds has a fixed length, so the fields cannot run into each
+    other. Where it is counts, since the placeholder's id alone may be text.
     """
-    return blake3(b"".join((parent, struct.pack(f"<{len(tokens)}I", *tokens), *digests))).digest()
+    return blake3(b"".join((parent, struct.pack(f"<{len(tokens)}I", *tokens), *images))).digest()
 
 
 class KeyChain:
@@ -67,8 +68,9 @@ class KeyChain:
         size = self.block_tokens
         for i in range(len(self.keys), (len(tokens) if upto is None else upto) // size):
             start, stop = i * size, (i + 1) * size
-            digests = (image.digest for image in self.images if image.start < stop and image.stop > start)
-            self.keys.append(block_key(self.keys[-1] if self.keys else self.root, tokens[start:stop], digests))
+            shown = [image for image in self.images if image.start < stop and image.stop > start]
+            parts = (part for image in shown for part in (image.digest, struct.pack("<2q", image.start - start, image.stop - start)))
+            self.keys.append(block_key(self.keys[-1] if self.keys else self.root, tokens[start:stop], parts))
 
 
 class _Node:

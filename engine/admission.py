@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
+
 from forebay.cache.manager import CacheManager, Policy
+from forebay.cache.prefix import DIGEST_BYTES, ImageSpan
 from forebay.engine.constraint import Constraint
 from forebay.engine.metrics import Metrics
 from forebay.engine.options import EngineOptions
@@ -36,8 +39,11 @@ class Admission:
         sampler: Sampler,
         prefill: PrefillMode,
         codec: ChatCodec | None,
+        vision: bool = False,
     ) -> None:
-        """`prefill` is the engine's, for requests that name none; without a `codec` every request is plain text."""
+        """`prefill` is the engine's, for requests that name none; without a `codec` every request is plain text. `vision`: whether there
+        is somebody to embed images."""
+        self.vision = vision
         self.manager, self.tokenizer, self.options, self.metrics = manager, tokenizer, options, metrics
         self.sampler, self.prefill, self.codec = sampler, prefill, codec
         self.vocab_size, self.eos_id = config.vocab_size, config.eos_token_id
@@ -53,6 +59,7 @@ class Admission:
         params, prompt = request.params, request.prompt_ids
         name = "messages" if request.prompt is not None else "prompt"
         self.check_ids(prompt, name)
+        self._check_images(request, name)
         if len(prompt) >= self.max_context:
             self.metrics.request_rejected("context_length")
             room = " (what the KV pool of this server holds)" if self.max_context == self.manager.capacity_tokens else ""
@@ -76,7 +83,7 @@ class Admission:
         # `min_tokens` holds back every id that would end this choice, not only those the request names.
         chosen = replace(params, stop_token_ids=tuple(sorted(i for i in stops if i < self.vocab_size))) if params.min_tokens else params
         mode: PrefillMode = "exact" if params.prompt_logprobs is not None else request.prefill or self.prefill
-        cache = self.manager.sequence(request.salt)
+        cache = self.manager.sequence(request.salt, [ImageSpan(image.start, image.stop, image.digest) for image in request.images])
         if self.manager.prefix_reuse:
             cache.chain.extend(prompt)
         sampling = SamplingState(chosen, prompt, params.seed, constraint)
@@ -100,6 +107,22 @@ class Admission:
         if mode == "exact":
             return Policy("exact", "exact", 0)
         return Policy(mode, replay, 0 if replay == "exact" and most is None else most)
+
+    def _check_images(self, request: Request, name: str) -> None:
+        """Raise RequestError unless the images are in order, within the prompt, as long as their plans say, and the model sees."""
+        end = 0
+        for number, image in enumerate(request.images):
+            if not self.vision:
+                raise RequestError("this model does not see images", param=name)
+            if image.start < end or image.stop - image.start != image.plan.tokens or image.stop > len(request.prompt_ids):
+                raise RequestError(f"image {number} is at [{image.start}, {image.stop}): out of order or out of place", param=name)
+            height, width = image.plan.canvas[::-1]
+            if image.canvas.dtype != np.uint8 or image.canvas.shape != (height, width, 3):
+                found = f"{image.canvas.dtype} {list(image.canvas.shape)}"
+                raise RequestError(f"the canvas of image {number} is {found}, its plan has uint8 [{height}, {width}, 3]", param=name)
+            if len(image.digest) != DIGEST_BYTES:
+                raise RequestError(f"the digest of image {number} has {len(image.digest)} bytes, not {DIGEST_BYTES}", param=name)
+            end = image.stop
 
     def check_ids(self, ids: SequenceOf[int], name: str) -> None:
         """Raise RequestError unless there are ids and all of them are in the vocabulary."""

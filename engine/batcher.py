@@ -80,9 +80,11 @@ class Batcher:
         )
 
     def _chunk(self, sequence: Sequence, encoder: int, decoder: int) -> Row | None:
-        """The longest next piece of a prompt that both budgets allow."""
+        """The longest next piece of a prompt that both budgets allow, and that has no image which is not embedded."""
         start = sequence.computed
         stop = min(len(sequence.tokens), start + max(0, encoder))
+        if (seen := sequence.seen_upto) is not None:
+            stop = min(stop, seen)
         row = self.row(sequence, stop)
         if row.decoder_rows > decoder:
             stop = max(start, row.decoder_from) + max(0, decoder)

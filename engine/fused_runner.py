@@ -108,14 +108,17 @@ class FusedRunner(Runner):
         start, blocks = context - rows, [0] * self.layout.blocks_for(context)
         first = max(start, context - self.layout.window)
         for low in {start, first} if not start else {start}:  # an exact prefill and a bounded one
-            self._pass([Span(start, context, start, 0, low, low, None, 0, blocks)])
+            for shown in (False, True) if self.fused.config.vision is not None else (False,):
+                self._pass([Span(start, context, start, 0, low, low, None, 0, blocks)], shown)
 
-    def _pass(self, spans: list[Span]) -> None:
+    def _pass(self, spans: list[Span], shown: bool = False) -> None:
+        """`shown`: as if all rows were of an image, which some kernels are compiled for."""
         assert isinstance(self.memory, CacheMemory)
         rows = sum(span.stop - span.start for span in spans)
         ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
         lookback = torch.full((rows, self._depth), -1, dtype=torch.int64, device=self.device)
-        batch = self.fused.Batch(ids, lookback, spans, self.memory, self.layout.window)
+        mask = torch.ones(rows, dtype=torch.bool, device=self.device) if shown else None
+        batch = self.fused.Batch(ids, lookback, spans, self.memory, self.layout.window, mask)
         chosen = batch.decoder_rows()
         assert chosen is not None
         self.fused.logits(self.fused.decode(self.fused.encode(batch), chosen)[-1:])
@@ -138,16 +141,18 @@ class FusedRunner(Runner):
         """As `Runner.batch`, but nothing waits for the device: the chunks of a prompt are prepared while it runs those before them."""
         depth, lines = self._depth, []
         for row in rows:
-            known = row.sequence.tokens
-            line = [-1] * max(0, depth - row.start) + known[max(0, row.start - depth) : row.stop]
+            line = [-1] * max(0, depth - row.start) + row.sequence.text(max(0, row.start - depth), row.stop)
             line += [0] * (depth + row.stop - row.start - len(line))  # of `tokens`
             lines.append(np.lib.stride_tricks.sliding_window_view(np.asarray(line, dtype=np.int64), depth + 1)[:, ::-1])
         window = torch.from_numpy(np.concatenate(lines))
         if self.device.type == "cuda":
             window = window.pin_memory().to(self.device, non_blocking=True)
-        ids = window[:, 0].contiguous() if tokens is None else tokens
+        ids = window[:, 0].clamp_min(0) if tokens is None else tokens
         assert isinstance(self.memory, CacheMemory)
-        return FusedBatch(ids, window[:, 1:].contiguous(), [self.span(row) for row in rows], self.memory, self.layout.window, record=record)
+        mask, images = self.seen(rows)
+        return FusedBatch(
+            ids, window[:, 1:].contiguous(), [self.span(row) for row in rows], self.memory, self.layout.window, mask, record, images
+        )
 
     def _decode(self, rows: SequenceOf[Row], tokens: Tensor | None) -> Tensor:
         """Logits [n, vocab] of rows that fit in a bucket."""
@@ -155,7 +160,7 @@ class FusedRunner(Runner):
         for place, row in enumerate(rows):
             sequence, at = row.sequence, row.start
             known, cache = sequence.tokens, sequence.cache
-            lookback = known[at - depth : at][::-1] if at >= depth else [*known[:at][::-1], *[-1] * (depth - at)]
+            lookback = sequence.text(max(0, at - depth), at)[::-1] + [-1] * max(0, depth - at)
             token = known[at] if tokens is None else 0
             decode.append(DecodeRow(token, lookback, at, cache.slot, row.window_from, row.decoder_window_from, row.write_from, cache.table))
             if sequence.copy_at:
@@ -174,6 +179,8 @@ def _decodes(row: Row) -> bool:
     """Whether a row is one generated token that runs both halves and is sampled."""
     if row.stop - row.start != 1 or not row.wants_logits or row.start < row.decoder_from:
         return False
+    if row.start < row.sequence.prompt_tokens and row.sequence.images_in(row.start, row.stop):
+        return False  # a graph reads embeddings of tokens
     return row.start >= row.sequence.prompt_tokens or not row.sequence.scores_prompt
 
 

@@ -24,6 +24,7 @@ from forebay.cache.ssd import SsdOptions, SsdStore, staging_bytes
 from forebay.cache.swa import SwaOptions, SwaPool
 from forebay.cache.windows import WindowPool
 from forebay.engine.client import EngineClient
+from forebay.engine.encoder import EmbeddingCache, Encoder
 from forebay.engine.metrics import Metrics
 from forebay.engine.options import EngineOptions
 from forebay.engine.plan import Machine
@@ -32,13 +33,14 @@ from forebay.engine.runner import Runner
 from forebay.engine.tiers import EMBEDDED, TierOptions, ssd_budget
 from forebay.engine.types import PrefillMode
 from forebay.engine.worker import Engine
-from forebay.model.chat import ENCODING_VERSION, ChatCodec
+from forebay.model.chat import ENCODING_VERSION, ChatCodec, ChatVision
 from forebay.model.checkpoint import Weights
-from forebay.model.config import ModelConfig
+from forebay.model.config import ModelConfig, VisionConfig
 from forebay.model.errors import ConfigError
 from forebay.model.network import Backbone
 from forebay.model.source import resolve
 from forebay.model.tokenizer import Tokenizer
+from forebay.model.vision import VisionTower
 
 DEFAULT_KV_TOKENS = 262_144
 KV_SHARE = 0.4  # of a CPU's free memory, at most, when `kv_tokens` is not given
@@ -106,14 +108,17 @@ def build_engine(
         raise ConfigError(f"prefill must be 'bounded' or 'exact', got {prefill!r}", param="prefill")
     config = weights.config
     tokenizer = Tokenizer.load(weights.tokenizer_path, chat=chat)
-    codec = ChatCodec(tokenizer) if chat else None
     layout = KVLayout.of(config)
     fused = kernels and device.startswith("cuda")
     if fused and (why := without_kernels(config, device)) is not None:
         log.warning("the GPU kernels cannot run this model, torch operations do: %s", why)
         fused = False
     options = options.settled(fused)
-    runner = (_fused_runner if fused else _torch_runner)(weights, layout, device, options, progress)
+    tower = VisionTower(weights, device=device) if weights.has_vision else None  # before KV takes what is free
+    vision = None if tower is None else ChatVision.of(config, tower.identity)
+    codec = ChatCodec(tokenizer, vision=vision) if chat else None
+    beside = 0 if tower is None else options.image_cache_bytes + encode_bytes(tower.config)
+    runner = (_fused_runner if fused else _torch_runner)(weights, layout, device, options, progress, beside)
     blocks, windows = runner.blocks, runner.windows
     identity = f"{weights.fingerprint}/{tokenizer.fingerprint}/{ENCODING_VERSION}"
     manager = CacheManager(layout, blocks, windows, identity, options.prefix_reuse, poison=options.poison)
@@ -121,7 +126,10 @@ def build_engine(
     reservoir = open_tiers(manager, tiers, device, clock) if options.prefix_reuse else None
     persistent = reservoir is not None and reservoir.store is not None
     metrics = Metrics(CollectorRegistry(), model=model_name, window_tokens=layout.window, ssd=persistent)
-    return Engine(runner, manager, tokenizer, options, metrics, prefill=prefill, codec=codec, reservoir=reservoir)
+    encoder = None
+    if tower is not None:
+        encoder = Encoder(tower, EmbeddingCache(options.image_cache_bytes, options.image_cache_ttl_s), metrics.images)
+    return Engine(runner, manager, tokenizer, options, metrics, prefill=prefill, codec=codec, reservoir=reservoir, encoder=encoder)
 
 
 def open_tiers(manager: CacheManager, options: TierOptions, device: str, clock: Callable[[], float]) -> Reservoir | None:
@@ -157,8 +165,16 @@ def open_tiers(manager: CacheManager, options: TierOptions, device: str, clock: 
     return Reservoir(manager, store=store, pool=pool, embedded=embedded)
 
 
-def _torch_runner(weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None) -> Runner:
-    """The network as torch operations, on any device."""
+def encode_bytes(vision: VisionConfig) -> int:
+    """Device memory that encoding the largest image takes beside the tower, about: 38 bytes a patch and channel on an H200."""
+    patches = (vision.max_image_tokens - 3) * vision.downsample_ratio**2
+    return 40 * patches * vision.hidden_size
+
+
+def _torch_runner(
+    weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None, beside: int = 0
+) -> Runner:
+    """The network as torch operations, on any device. `beside`: bytes of the device that are not for KV."""
     backbone = Backbone(
         weights,
         device=device,
@@ -170,15 +186,17 @@ def _torch_runner(weights: Weights, layout: KVLayout, device: str, options: Engi
     if device.startswith("cuda"):
         torch.cuda.empty_cache()  # what a network that is gone has held, or loading this one, is free as well
         free = torch.cuda.mem_get_info(device)[0]
-        most = _kv_limit(layout, config, options, free, int(free * TORCH_SHARE))
+        most = _kv_limit(layout, config, options, free, int(free * TORCH_SHARE) + beside)
     else:
-        most = int(Machine.here(Path.cwd()).memory_free * KV_SHARE)
+        most = int((Machine.here(Path.cwd()).memory_free - beside) * KV_SHARE)
     blocks, windows = _pools(layout, config, options, device, most)
     return Runner(backbone, blocks, windows)
 
 
-def _fused_runner(weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None) -> Runner:
-    """The network as GPU kernels, its decode graphs captured."""
+def _fused_runner(
+    weights: Weights, layout: KVLayout, device: str, options: EngineOptions, progress: Progress | None, beside: int = 0
+) -> Runner:
+    """The network as GPU kernels, its decode graphs captured. `beside`: bytes of the device that are not for KV."""
     from forebay.engine.fused_runner import FusedRunner, working_bytes
     from forebay.model.fused.network import FusedBackbone
 
@@ -187,7 +205,7 @@ def _fused_runner(weights: Weights, layout: KVLayout, device: str, options: Engi
     backbone = FusedBackbone(weights, device=device, progress=progress)
     torch.cuda.empty_cache()  # what loading has used and no longer needs is free as well
     longest, chunk = _longest(options, config), max(options.budgets)
-    working = working_bytes(config, options.max_sequences, chunk, longest)
+    working = working_bytes(config, options.max_sequences, chunk, longest) + beside
     most = _kv_limit(layout, config, options, torch.cuda.mem_get_info(device)[0], working)
     blocks, windows = _pools(layout, config, options, device, most)
     runner = FusedRunner(backbone, blocks, windows, max_tokens=longest)

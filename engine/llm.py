@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forebay.engine.batcher import Row
@@ -17,6 +19,7 @@ from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.launch import build_engine, check_device
 from forebay.engine.options import EngineOptions
 from forebay.engine.output import OutputProcessor
+from forebay.engine.prompt_images import prompt_with_images
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence
 from forebay.engine.tiers import TierOptions
@@ -41,7 +44,7 @@ class LLM:
         device: `cpu` or `cuda`.
         prefill: `bounded` runs the decoder half over the last window of a prompt, `exact` over all of it.
         tiers: the SSD store and the snapshot pool; none of either by default. `close` writes what is queued for them.
-        chat: the tokenizer must have the tokens of the chat encoding; `engine.codec` then makes the prompts of `run`.
+        chat: the tokenizer must have the tokens of the chat encoding; the method `chat` needs them.
         clock: seconds since the epoch, by which these keep things.
         kernels: on a CUDA device, run the GPU kernels if they can take the model, otherwise torch operations.
         engine_options: fields of `EngineOptions`, for example `kv_tokens=65536`, `encoder_tokens=64`, `prefix_reuse=False`.
@@ -107,13 +110,29 @@ class LLM:
             raise RequestError(f"params must be SamplingParams or a list of them, got {params!r:.200}", param="params")
         if len(many) != len(token_lists):
             raise RequestError(f"{len(many)} sampling parameters for {len(token_lists)} prompts", param="params")
-        requests = []
-        for number, (ids, chosen) in enumerate(zip(token_lists, many, strict=True)):
-            share = f"generate.{number}" if chosen.n > 1 else None
-            for i in range(chosen.n):
-                seed = None if chosen.seed is None else (chosen.seed + i + 2**63) % 2**64 - 2**63
-                requests.append(Request(ids, replace(chosen, n=1, seed=seed), share=share))
-        return self.run(requests)
+        requests = [_choices(ids, chosen, f"generate.{i}") for i, (ids, chosen) in enumerate(zip(token_lists, many, strict=True))]
+        return self.run([choice for choices in requests for choice in choices])
+
+    def chat(
+        self, body: Mapping[str, Any], params: SamplingParams | None = None, images: SequenceOf[NDArray[np.uint8]] = ()
+    ) -> list[Output]:
+        """Answer a chat request; `n` of the parameters is the number of answers. For models opened with `chat`.
+
+        Args:
+            body: messages, tools and the other fields that `ChatCodec.encode` reads. An image is a part of type `image`, which may have
+                a `detail`.
+            images: pixels [height, width, 3] uint8 RGB of the image parts, in the order of the body.
+        Returns:
+            The answers as the model wrote them: reasoning, content and calls in one text.
+
+        Raises:
+            RequestError, EngineError: as `generate`.
+        """
+        codec, params = self.engine.codec, params or SamplingParams()
+        if codec is None:
+            raise ConfigError("the LLM was opened without chat=True", param="chat")
+        prompt, shown = prompt_with_images(codec, body, images, self.engine.max_context)
+        return self.run(_choices(prompt.token_ids, params, "chat", images=shown, prompt=prompt))
 
     def run(self, requests: SequenceOf[Request]) -> list[Output]:
         """Run requests, all in one continuous batch. Their `n` is not looked at: a request is one choice.
@@ -250,6 +269,15 @@ class LLM:
         except UnicodeEncodeError as error:
             raise RequestError(f"prompts[{number}] is not valid Unicode: {error.reason}", param="prompts") from None
         return self.tokenizer.encode_special(text)
+
+
+def _choices(ids: SequenceOf[int], params: SamplingParams, share: str, **fields: Any) -> list[Request]:
+    """One request for each of the `n` choices of a prompt, which share its prefill."""
+    requests = []
+    for i in range(params.n):
+        seed = None if params.seed is None else (params.seed + i + 2**63) % 2**64 - 2**63
+        requests.append(Request(ids, replace(params, n=1, seed=seed), share=share if params.n > 1 else None, **fields))
+    return requests
 
 
 def _ids(value: Any, name: str) -> list[int]:

@@ -29,6 +29,7 @@ from forebay import __version__
 from forebay.cache.ssd_stats import SsdStats
 from forebay.cache.swa import SwaStats
 from forebay.engine.grammar_metrics import GrammarMetrics
+from forebay.engine.image_metrics import ImageMetrics
 from forebay.engine.instruments import OTHER, Bounded, Instruments, each
 from forebay.engine.tier_metrics import ORIGINS, TierMetrics
 from forebay.engine.types import TierCounts, Usage
@@ -45,7 +46,7 @@ FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 REJECTIONS = ("invalid", "context_length", "queue_full", "rate_limited", "unauthorized", "too_large", "loading", "draining", "dead")
 ERRORS = (
     "internal_error", "nonfinite_logits", "out_of_memory", "timeout", "worker_died", "checkpoint_error", "config_error",
-    "service_unavailable", "overloaded", "invalid_request_error", "accounting",
+    "service_unavailable", "overloaded", "invalid_request_error", "accounting", "encode_failed",
 )  # fmt: skip
 ROUTES = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
@@ -76,7 +77,7 @@ class _WithoutCreated(Collector):
 class Metrics:
     """All instruments of one server. Methods are events, may be called from any thread and never raise on odd values.
 
-    Those of structured output are `grammars`.
+    Those of structured output are `grammars`, those of images `images`.
 
     registry: where the instruments live; each registry takes one Metrics. model: the served name, for forebay_build_info.
     window_tokens: length of the sliding window. ssd: whether an SSD store is configured, so that what HBM lacks is looked up there.
@@ -131,6 +132,7 @@ class Metrics:
 
         self._tiers = TierMetrics(make, window_tokens=window_tokens, ssd=ssd)
         self.grammars = GrammarMetrics(make)
+        self.images = ImageMetrics(make)
 
         http = counter("http_requests", "HTTP responses by route template and status.", "route", "status")
         self._http = {(r, s): http.labels(r, s) for r in (*ROUTES, OTHER) for s in (*STATUSES, OTHER)}

@@ -39,6 +39,8 @@ class EngineOptions:
         batch_invariant: on CPU, compute a row by the same code whatever shares its step, so that greedy text does not depend on the batch.
         default_effort: reasoning effort of chat requests that name none.
         poison: fill windows and blocks with huge values when they are handed out, so that reading what was never written shows (debugging).
+        image_cache_bytes, image_cache_ttl_s: embeddings of images that are kept for requests that show them again, and for how long after
+            their last use.
         overlap: launch a step of generated tokens before the last one's are settled on the host; None does so where the GPU kernels run,
             whose steps need nothing from the host.
     """
@@ -59,6 +61,8 @@ class EngineOptions:
     batch_invariant: bool = True
     default_effort: int | str = "high"
     poison: bool = False
+    image_cache_bytes: int = 256 << 20
+    image_cache_ttl_s: float = 600.0
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -78,7 +82,7 @@ class EngineOptions:
             raise ConfigError(f"replay must be 'bounded' or 'exact', got {self.replay!r}", param="replay")
         if self.max_lineage is not None and self.max_lineage < 0:
             raise ConfigError(f"max_lineage must not be negative, got {self.max_lineage}", param="max_lineage")
-        for name in ("max_queue_wait_s", "aging_s", "weight_cache_bytes"):
+        for name in ("max_queue_wait_s", "aging_s", "weight_cache_bytes", "image_cache_bytes", "image_cache_ttl_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}", param=name)
         if not 0 < self.kv_memory_fraction <= 1:

@@ -11,11 +11,11 @@ from pathlib import Path
 from forebay.cache.layout import KVLayout
 from forebay.model.checkpoint import Checkpoint
 from forebay.model.errors import CheckpointError, ConfigError
-from forebay.model.names import TensorSpec, bytes_by_part, expected_tensors, optional_tensors
+from forebay.model.names import TensorSpec, bytes_by_part, expected_tensors, optional_tensors, vision_tensors
 from forebay.model.source import resolve
 
 TABLES = "engram tables"  # the part that stays mapped: a token touches a few rows of it
-UNUSED = ("drafter", "vision")  # parts a checkpoint may hold and this engine does not load yet
+UNUSED = ("drafter",)  # parts a checkpoint may hold and this engine does not load yet
 
 SYNTHETIC_NOTES = (
     "a synthetic model has no vision tower",
@@ -103,6 +103,8 @@ def plan(model: str, *, memory: int | None = None, sequences: int = 64, work_byt
     source = resolve(model)
     config = source.config
     specs: Mapping[str, TensorSpec] = expected_tensors(config) | optional_tensors(config)
+    if source.path is not None:
+        specs = {**specs, **vision_tensors(config)}
     faults: str | None = None
     notes: tuple[str, ...] = SYNTHETIC_NOTES if source.kind == "synthetic" else ()
     if source.path is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.model.chat_images import ChatVision
 from forebay.model.source import resolve
 from forebay.model.tokenizer import Tokenizer
 
@@ -15,11 +16,13 @@ class Preview:
     Attributes:
         name: what it is called if the configuration does not say.
         longest: tokens of the longest context that it was made for.
+        vision: how its configuration says that it sees images; whether the weights for that are there, the load tells.
     """
 
     name: str
     longest: int
     tokenizer: Tokenizer
+    vision: ChatVision | None
 
 
 def preview(model: str) -> Preview:
@@ -29,4 +32,5 @@ def preview(model: str) -> Preview:
         ConfigError, CheckpointError: it is not there, or its tokenizer is not one for chat.
     """
     source = resolve(model)
-    return Preview(source.name, source.config.max_position_embeddings, Tokenizer.load(source.tokenizer_path))
+    config = source.config
+    return Preview(source.name, config.max_position_embeddings, Tokenizer.load(source.tokenizer_path), ChatVision.of(config))

@@ -12,7 +12,7 @@ from forebay.cache.blocks import BlockPool
 from forebay.cache.windows import WindowPool
 from forebay.engine.batcher import Row
 from forebay.engine.sequence import SavedWindow, Sequence
-from forebay.model.batch import ForwardBatch, Span, WindowCapture
+from forebay.model.batch import ForwardBatch, ImageRows, Span, WindowCapture
 from forebay.model.memory import CacheMemory, Memory
 from forebay.model.network import Backbone
 
@@ -86,19 +86,39 @@ class Runner:
         ids: list[np.ndarray] = []
         for row in rows:
             first = max(0, row.start - depth)
-            line = [-1] * (depth - (row.start - first)) + row.sequence.tokens[first : row.stop]
+            line = [-1] * (depth - (row.start - first)) + row.sequence.text(first, row.stop)
             line += [0] * (depth + row.stop - row.start - len(line))  # of `tokens`
             ids.append(np.lib.stride_tricks.sliding_window_view(np.asarray(line, dtype=np.int64), depth + 1)[:, ::-1])
         window = torch.from_numpy(np.concatenate(ids))
         spans = [self.span(row) for row in rows]
+        mask, images = self.seen(rows)
         return self.backbone.Batch(
-            token_ids=window[:, 0].contiguous().to(self.device) if tokens is None else tokens,
+            token_ids=window[:, 0].clamp_min(0).to(self.device) if tokens is None else tokens,
             lookback=window[:, 1:].contiguous().to(self.device),
             spans=spans,
             memory=self.memory,
             window=self.layout.window,
+            image_mask=mask,
             record=record,
+            images=images,
         )
+
+    def seen(self, rows: SequenceOf[Row]) -> tuple[Tensor | None, list[ImageRows]]:
+        """Which positions of the rows are images', as a mask [positions] on the device, None if none is; and what is seen there."""
+        found: list[ImageRows] = []
+        mask: Tensor | None = None
+        offset, total = 0, sum(row.stop - row.start for row in rows)
+        for row in rows:
+            prompt = row.start < row.sequence.prompt_tokens
+            for first, last, embeddings in row.sequence.images_in(row.start, row.stop) if prompt else ():
+                assert embeddings is not None
+                place = offset + first - row.start
+                if mask is None:
+                    mask = torch.zeros(total, dtype=torch.bool)
+                mask[place : place + last - first] = True
+                found.append(ImageRows(place, embeddings.to(self.device, non_blocking=True)))
+            offset += row.stop - row.start
+        return None if mask is None else mask.to(self.device), found
 
     def span(self, row: Row) -> Span:
         """What the network is told of a row's sequence."""

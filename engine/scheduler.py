@@ -22,6 +22,7 @@ from forebay.engine.batcher import Batcher, Row
 from forebay.engine.options import EngineOptions
 from forebay.engine.sequence import Sequence
 from forebay.engine.types import TierCounts
+from forebay.model.errors import ForebayError
 
 RESTORED_AT_ONCE = 64  # blocks from the SSD store that one step starts copying while sequences decode, so that none waits long for it
 
@@ -49,7 +50,7 @@ class Scheduler:
         waiting: in order; preempted sequences among them.
         running: those that own a window and blocks, the ones that still wait for blocks from the SSD store included.
         live: windows of running sequences at block boundaries, by the key of the block before.
-        started, preempted, too_long, expired: what the last `schedule` did, see there.
+        started, preempted, too_long, expired, blind: what the last `schedule` did, see there.
     """
 
     def __init__(
@@ -63,13 +64,16 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         restorer: Restorer | None = None,
         live: Mapping[bytes, Snapshot] | None = None,
+        embed: Callable[[list[Sequence], int], list[tuple[Sequence, ForebayError]]] | None = None,
     ) -> None:
-        """`save` keeps a sequence's window, and what its cached blocks held, before a preemption; `restore` puts it back.
+        """`save` keeps a sequence's window, and what its cached blocks held, before a preemption; `restore` puts it back. `embed` gives
+        sequences with images the embeddings that so many of their next positions need, if only some of them, and returns those it cannot
+        serve.
 
         `restorer` finds what tiers beyond the device have; None when there are none. `live` is filled by whoever copies windows.
         """
         self.manager, self.batcher, self.options = manager, batcher, options
-        self._save, self._restore, self._clock = save, restore, clock
+        self._save, self._restore, self._clock, self._embed = save, restore, clock, embed
         self.restorer = restorer
         self.live = live if live is not None else {}
         self.waiting: list[Sequence] = []
@@ -78,6 +82,7 @@ class Scheduler:
         self.preempted: list[Sequence] = []
         self.too_long: list[Sequence] = []
         self.expired: list[Sequence] = []
+        self.blind: list[tuple[Sequence, ForebayError]] = []
         self._early: list[Sequence] = []  # started since the last `schedule`
         self._short: _Short | None = None
         self._oldest = math.inf  # no later than the earliest arrival among those that wait and have not started
@@ -188,8 +193,9 @@ class Scheduler:
     def schedule(self) -> list[Row]:
         """Rows of the next step; empty when nothing can run.
 
-        Also fills `started` (since the last call), `preempted`, `expired` (waited too long, removed) and `too_long` (cannot grow although
-        alone; still in `running`, to be finished by the caller) for this call.
+        Also fills `started` (since the last call), `preempted`, `expired` (waited too long, removed), `too_long` (cannot grow although
+        alone) and `blind` (an image cannot be embedded, and why) for this call; the last two are still in `running`, to be finished by
+        the caller.
         """
         self.started, self._early = self._early, []
         self.preempted, self.too_long, self.expired = [], [], []
@@ -201,7 +207,9 @@ class Scheduler:
         self._receive([s for s in self.running if s.restoring and s not in restoring])
         decoding = self._grow([s for s in self.running if s.decoding])
         prefilling = sorted((s for s in self.running if not s.decoding and not s.restoring), key=self.rank)
-        return self.batcher.compose(decoding, prefilling)
+        self.blind = self._embed([*decoding, *prefilling], self.batcher.encoder_tokens) if self._embed is not None else []
+        failed = {sequence for sequence, _ in self.blind}
+        return self.batcher.compose(decoding, [s for s in prefilling if s not in failed])
 
     def _expire(self) -> None:
         self.expired = self._late()
@@ -474,6 +482,7 @@ class Scheduler:
             sequence.first_plan = sequence.resumed_from = None
         sequence.preemptions += 1
         sequence.computed = 0
+        sequence.embeddings = [None] * len(sequence.embeddings)
         self.add(sequence)
         self.preempted.append(sequence)
 

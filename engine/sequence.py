@@ -46,6 +46,8 @@ class Sequence:
         first_plan: how the first admission resumed; a recompute after preemption must resume just as well, or the text would change.
         resumed_from: the window of that resume, if no other one gives the same text.
         restore: what other tiers have for it, while it waits and until its blocks are in.
+        embeddings: of the request's images [positions, D] bf16, None where there are none yet or they are not needed any more.
+        encoded: when a picture of it was encoded last, in turns of the encode stage; 0 before it first lacks one.
         copy_at: boundaries within its known tokens at which its window is copied on the way.
         copies: copies taken in the last step, by boundary, [layers, window, row_bytes] u8.
         windows: those of earlier steps that it still keeps; `stored` are the boundaries whose window went to the snapshot pool.
@@ -83,6 +85,8 @@ class Sequence:
         self.windows: dict[int, Snapshot] = {}
         self.stored: set[int] = set()
         self.saved: SavedWindow | None = None
+        self.embeddings: list[Tensor | None] = [None] * len(request.images)
+        self.encoded = 0
         self.followers: list[Sequence] = []
         self.leader: Sequence | None = None
         self.tiers: TierCounts | None = None
@@ -108,6 +112,32 @@ class Sequence:
     def restoring(self) -> bool:
         """Admitted, but some of its blocks are still on their way from the SSD store."""
         return bool(self.cache.loading)
+
+    @property
+    def seen_upto(self) -> int | None:
+        """Where the first image begins that has to be embedded before its positions can be computed; None if there is none."""
+        for image, embeddings in zip(self.request.images, self.embeddings, strict=True):
+            if embeddings is None and image.stop > self.computed:
+                return max(image.start, self.computed)
+        return None
+
+    def images_in(self, start: int, stop: int) -> list[tuple[int, int, Tensor | None]]:
+        """Parts of images within positions [start, stop): where each begins and ends, and their embeddings, None without any."""
+        found = []
+        for image, embeddings in zip(self.request.images, self.embeddings, strict=True):
+            first, last = max(start, image.start), min(stop, image.stop)
+            if first < last:
+                part = None if embeddings is None else embeddings[first - image.start : last - image.start]
+                found.append((first, last, part))
+        return found
+
+    def text(self, start: int, stop: int) -> list[int]:
+        """Its tokens at positions [start, stop) that it has, -1 where an image is."""
+        tokens = self.tokens[start:stop]
+        if self.request.images and start < self.request.images[-1].stop:
+            for first, last, _ in self.images_in(start, stop):
+                tokens[first - start : last - start] = [-1] * (last - first)
+        return tokens
 
     @property
     def scores_prompt(self) -> bool:

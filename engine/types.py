@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from forebay.model.chat import Delta, EncodedPrompt
 from forebay.model.errors import ForebayError, RequestError
+from forebay.model.image_plan import ImagePlan
 
 if TYPE_CHECKING:
     from forebay.engine.grammar import Grammar
@@ -147,6 +151,22 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt, at positions [start, stop) of its ids.
+
+    Attributes:
+        plan: how it is cut and how many positions it takes; `canvas` [H, W, 3] uint8 is what the model sees of it.
+        digest: 32 bytes, equal only where what the model makes of it is equal (`image_digest`).
+    """
+
+    start: int
+    stop: int
+    plan: ImagePlan
+    canvas: NDArray[np.uint8] = field(repr=False, compare=False)
+    digest: bytes = field(repr=False)
+
+
 @dataclass
 class Request:
     """One choice to generate. `n` choices are `n` requests that share `prompt_ids`.
@@ -155,11 +175,12 @@ class Request:
     the chat encoding when there is one. Requests with the same `share` are choices of one prompt: those that arrive before the first has
     its first token share its prefill, if they take the same from the cache. `resume_at_most` is for measurements: no more tokens than
     these are taken from the cache. `grammar` is the form of the answer, from the end of its reasoning on. `reasoning_budget` is the most
-    tokens of reasoning, which are then ended.
+    tokens of reasoning, which are then ended. `images` are in the order of the prompt.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
+    images: tuple[PromptImage, ...] = ()
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     prompt: EncodedPrompt | None = None
     prefill: PrefillMode | None = None

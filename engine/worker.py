@@ -15,6 +15,7 @@ from forebay.engine.admission import Admission
 from forebay.engine.batcher import Batcher, Row
 from forebay.engine.choices import Choices
 from forebay.engine.chooser import Chooser
+from forebay.engine.encoder import Encoder
 from forebay.engine.flight import Flight, Flights
 from forebay.engine.metrics import Metrics, Stage
 from forebay.engine.options import EngineOptions
@@ -67,7 +68,9 @@ class Engine:
         prefill: PrefillMode = "bounded",
         codec: ChatCodec | None = None,
         reservoir: Reservoir | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
+        """Without an `encoder`, requests with images are refused."""
         config = runner.backbone.config
         self.runner, self.manager, self.tokenizer, self.options, self.metrics = runner, manager, tokenizer, options, metrics
         self.prefill: PrefillMode = prefill
@@ -75,9 +78,9 @@ class Engine:
         self.vocab_size = config.vocab_size
         self.eos_id = config.eos_token_id
         sampler = Sampler(config.vocab_size, frozenset({config.eos_token_id}))
-        self.admission = Admission(config, manager, tokenizer, options, metrics, sampler, prefill, codec)
+        self.admission = Admission(config, manager, tokenizer, options, metrics, sampler, prefill, codec, encoder is not None)
         self.max_context = self.admission.max_context
-        self.reservoir = reservoir
+        self.reservoir, self.encoder = reservoir, encoder
         self.scheduler = Scheduler(
             manager,
             Batcher(*options.budgets),
@@ -86,6 +89,7 @@ class Engine:
             restore=runner.restore,
             restorer=reservoir.restorer if reservoir is not None else None,
             live=reservoir.live if reservoir is not None else None,
+            embed=encoder.serve if encoder is not None else None,
         )
         self.chooser = Chooser(runner, sampler, self.scheduler, metrics)
         self.choices = Choices(manager, self.scheduler, metrics, reservoir, self.chooser.late)
@@ -277,6 +281,9 @@ class Engine:
             late = QueueTimeoutError(f"the request waited longer than {self.options.max_queue_wait_s:g} s for a free place")
             self.metrics.error(late.code or late.kind)
             events.append(self.choices.end(sequence, "error", self.choices.flush(sequence, "error"), error=late))
+        for sequence, failure in scheduler.blind:
+            self.metrics.error(failure.code or failure.kind)
+            events.append(self.choices.end(sequence, "error", self.choices.flush(sequence, "error"), error=failure))
         for sequence in scheduler.too_long:
             events.append(self.choices.end(sequence, "length", self.choices.flush(sequence, "length")))
         return rows

@@ -167,6 +167,22 @@ class Groups:
         )
 
 
+@dataclass(frozen=True)
+class ImageRows:
+    """Consecutive rows of a batch, from row `first` on, that are part of an image: embeddings [k, D] bf16 on the network's device."""
+
+    first: int
+    embeddings: Tensor
+
+
+def embed(table: Tensor, token_ids: Tensor, images: Sequence[ImageRows]) -> Tensor:
+    """What enters the network [n, D] bf16: rows `token_ids` [n] of table [vocab, D], replaced where an image is (spec/vision.md §7)."""
+    x = table.index_select(0, token_ids).to(torch.bfloat16)
+    for image in images:
+        x[image.first : image.first + image.embeddings.shape[0]] = image.embeddings
+    return x
+
+
 @dataclass
 class ForwardBatch:
     """Input of `Backbone.encode`.
@@ -178,6 +194,7 @@ class ForwardBatch:
         spans: one per sequence, in row order; a sequence appears once.
         memory: where KV lives.
         image_mask: [rows] bool, True at image positions; None for text.
+        images: what is seen there; together they cover the rows of the mask.
         record: when given, named intermediate tensors are appended to it (for `LLM.trace` and tests).
     """
 
@@ -188,6 +205,7 @@ class ForwardBatch:
     window: int
     image_mask: Tensor | None = None
     record: dict[str, list[Tensor]] | None = None
+    images: Sequence[ImageRows] = ()
     tables: Tensor = field(init=False)
     encoder: RowSet = field(init=False)
 

@@ -13,15 +13,17 @@ from typing import Any
 
 import deepseek_recipe as recipe
 
+from forebay.model.chat_images import ChatVision, PlacedImage
 from forebay.model.chat_parse import Channel, Delta, OutputParser, ParseOptions
 from forebay.model.chat_request import DEFAULT_EFFORT, AnswerForm, ChatRequest, ToolSchema, parse_chat_request, parse_response_format
 from forebay.model.errors import ForebayError, RequestError
+from forebay.model.image_plan import ImagePlan, expand
 from forebay.model.token_cache import LongRunError, TokenCache, TooManyTokensError
 from forebay.model.tokenizer import ASSISTANT, IMAGE, THINK_END, THINK_START, Tokenizer
 
 __all__ = [
-    "ENCODING_VERSION", "AnswerForm", "Channel", "ChatCodec", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions", "ToolSchema",
-    "context_overflow", "parse_response_format", "undivided",
+    "ENCODING_VERSION", "AnswerForm", "Channel", "ChatCodec", "ChatVision", "Delta", "EncodedPrompt", "OutputParser", "ParseOptions",
+    "PlacedImage", "ToolSchema", "context_overflow", "parse_response_format", "undivided",
 ]  # fmt: skip
 
 ENCODING_VERSION = f"chat1-recipe{version('deepseek-recipe')}"  # of the prompt encoding; the first number counts our own changes to it
@@ -35,13 +37,14 @@ class EncodedPrompt:
     """A rendered and tokenised chat request.
 
     Attributes:
-        token_ids: the prompt, beginning with the begin-of-sentence id.
+        token_ids: the prompt, beginning with the begin-of-sentence id, images widened to their spans.
         text: the same as text, in which look-alikes of control tokens cannot be told from control tokens; "" once nothing reads it.
         thinking: whether the answer begins with reasoning. `effort` is then 1..100, otherwise None.
         initial_channel: where the first sampled token goes.
         parse: how to read the answer.
         continues: the prompt ends inside an assistant message that the answer continues.
         form: what form the answer is to have.
+        images: where each image of the prompt is, in its order.
     """
 
     token_ids: list[int]
@@ -52,6 +55,7 @@ class EncodedPrompt:
     parse: ParseOptions
     continues: bool
     form: AnswerForm = field(default_factory=AnswerForm)
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,30 @@ class _Segment:
     marker: bool
 
 
+@dataclass(frozen=True)
+class _Rendered:
+    """A prompt in pieces; `images` are the parts of the body that its image markers stand for, in their order."""
+
+    segments: list[_Segment]
+    images: list[str]
+
+
 class ChatCodec:
     """Encodes chat requests for one tokenizer. Every method may be called from several threads at once.
 
     Of a request it holds nothing but the ids of its text, so that a turn that extends it is not tokenised from the start.
 
     Attributes:
-        vision: whether the model sees images. None does yet: `encode` refuses them.
+        vision: how the model sees images; None if it sees none, and they are refused.
     """
 
-    vision = False
-
-    def __init__(self, tokenizer: Tokenizer, *, cache_bytes: int = TOKEN_CACHE_BYTES) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, vision: ChatVision | None = None, cache_bytes: int = TOKEN_CACHE_BYTES) -> None:
         """`cache_bytes`: memory for ids of earlier prompts, 0 for none.
 
         Raises CheckpointError naming every token that chat needs and the vocabulary lacks.
         """
         tokenizer.require_chat_tokens()
-        self._tokenizer = tokenizer
+        self._tokenizer, self.vision = tokenizer, vision
         self.token_cache = TokenCache(tokenizer.encodings, cut=tokenizer.may_cut, max_bytes=cache_bytes)
         self._encoding = recipe.DeepseekV41Encoding().with_special_tokens(recipe.SpecialTokens(image=IMAGE))
 
@@ -87,6 +97,7 @@ class ChatCodec:
         self,
         body: Mapping[str, Any],
         *,
+        plans: Mapping[str, ImagePlan] | None = None,
         default_effort: int | str = "high",
         thinking_default: bool = True,
         max_tokens: int | None = None,
@@ -101,6 +112,7 @@ class ChatCodec:
             body: the JSON object of the request. Read are messages, tools, tool_choice, parallel_tool_calls, response_format,
                 thinking, enable_thinking, reasoning_effort, reasoning, drop_thinking, chat_template_kwargs, continue_final_message and
                 the older names of these.
+            plans: of its images, by the part of the body that each is, such as `messages.3.content.0`.
             default_effort: effort of requests that name none; "none" answers them without thinking.
             thinking_default: whether requests that do not say think.
             max_tokens: refuse a prompt that is much longer with as little work as it takes to know that.
@@ -111,8 +123,9 @@ class ChatCodec:
 
         Raises RequestError naming the field.
         """
-        request = parse_chat_request(body, default_effort, thinking_default, strict_tool_messages)
-        segments = self._render(request)
+        request = parse_chat_request(body, default_effort, thinking_default, strict_tool_messages, self.vision is not None)
+        rendered = self._render(request)
+        shown = self._shown(rendered, plans)
         parse = ParseOptions(
             start=request.start,
             continues=request.continues,
@@ -121,39 +134,59 @@ class ChatCodec:
             max_calls=request.max_calls,
             json=request.json,
         )
+        ids = self._token_ids(rendered.segments, sum(plan.tokens for plan in shown), max_tokens, slack, asked_output, salt)
+        spans: list[tuple[int, int]] = []
+        if shown and self.vision is not None:
+            ids, spans = expand(ids, self.vision.image_id, shown)
+            if max_tokens is not None and len(ids) > slack * max_tokens:
+                raise context_overflow(len(ids), max_tokens, asked_output)
         return EncodedPrompt(
-            token_ids=self._token_ids(segments, max_tokens, slack, asked_output, salt),
-            text="".join(segment.text for segment in segments),
+            token_ids=ids,
+            text="".join(segment.text for segment in rendered.segments),
             thinking=request.thinking,
             effort=request.effort,
             initial_channel="tool_calls" if request.start == "calls" else request.start,
             parse=parse,
             continues=request.continues,
             form=request.form,
+            images=tuple(PlacedImage(part, *span) for part, span in zip(rendered.images, spans, strict=True)),
         )
 
     def count(
         self,
         body: Mapping[str, Any],
         *,
+        plans: Mapping[str, ImagePlan] | None = None,
         default_effort: int | str = "high",
         thinking_default: bool = True,
         strict_tool_messages: bool = False,
         salt: str = "",
     ) -> int:
         """How many ids `encode` would give, in memory that does not grow with them. The arguments and errors are those of `encode`."""
-        segments = self._render(parse_chat_request(body, default_effort, thinking_default, strict_tool_messages))
+        sees = self.vision is not None
+        rendered = self._render(parse_chat_request(body, default_effort, thinking_default, strict_tool_messages, sees))
+        shown = sum(plan.tokens - 1 for plan in self._shown(rendered, plans))
         try:
-            plain = self.token_cache.count([segment.text for segment in segments if not segment.marker], salt)
+            plain = self.token_cache.count([segment.text for segment in rendered.segments if not segment.marker], salt)
         except LongRunError as error:
             raise undivided(error) from None
-        return plain + sum(self._marker_id(segment) is not None for segment in segments if segment.marker)
+        return plain + sum(self._marker_id(segment) is not None for segment in rendered.segments if segment.marker) + shown
 
     def parser(self, prompt: EncodedPrompt) -> OutputParser:
         """A parser for one answer to `prompt`."""
         return OutputParser(self._tokenizer, prompt.parse)
 
-    def _render(self, request: ChatRequest) -> list[_Segment]:
+    @staticmethod
+    def _shown(rendered: _Rendered, plans: Mapping[str, ImagePlan] | None) -> list[ImagePlan]:
+        """The plans of a prompt's images, in its order."""
+        found = []
+        for part in rendered.images:
+            if plans is None or part not in plans:
+                raise RequestError(f"{part} is an image that cannot be read", param=part, code="invalid_value")
+            found.append(plans[part])
+        return found
+
+    def _render(self, request: ChatRequest) -> _Rendered:
         try:
             rendered = self._encoding.render_conversation(request.conversation)
         except (ValueError, RuntimeError) as error:
@@ -166,7 +199,7 @@ class ChatCodec:
                 continue  # in the answers of earlier turns the library marks these too; small vocabularies write them as text
             if start > end:
                 segments.append(_Segment(request.exact.restore(text[end:start]), False))
-            segments.append(_Segment(text[start:stop], True))
+            segments.append(_Segment(IMAGE if text[start:stop] == request.stand_in else text[start:stop], True))
             end = stop
         if end < len(text):
             segments.append(_Segment(request.exact.restore(text[end:]), False))
@@ -177,14 +210,17 @@ class ChatCodec:
         if request.task is not None:
             # The action task follows the usual header, the others stand in its place: `<｜Assistant｜>` and the think marker.
             segments = [*(segments if request.task == "action" else segments[:-2]), _Segment(f"<｜{request.task}｜>", True)]
-        return segments
+        return _Rendered(segments, [source.path for source in rendered.image_sources])
 
-    def _token_ids(self, segments: list[_Segment], max_tokens: int | None, slack: int, asked_output: int, salt: str) -> list[int]:
+    def _token_ids(
+        self, segments: list[_Segment], shown: int, max_tokens: int | None, slack: int, asked_output: int, salt: str
+    ) -> list[int]:
+        """Ids with one for each image; all of those together have `shown` tokens."""
         plain_texts = [segment.text for segment in segments if not segment.marker]
         if max_tokens is not None:
             least = sum(len(text.encode()) for text in plain_texts) // self._tokenizer.longest_token
-            if least > max_tokens:
-                raise context_overflow(least, max_tokens, asked_output)
+            if least > max_tokens or least + shown > slack * max_tokens:
+                raise context_overflow(least + shown, max_tokens, asked_output)
         try:
             # What is a little too long is told with its exact length, by whoever knows the output that is to follow.
             texts = self.token_cache.encode_many(plain_texts, salt, None if max_tokens is None else slack * max_tokens)
@@ -202,6 +238,8 @@ class ChatCodec:
         return ids
 
     def _marker_id(self, segment: _Segment) -> int:
+        if segment.text == IMAGE and self.vision is not None:
+            return self.vision.image_id  # whatever the vocabulary calls it
         token_id = self._tokenizer.special_id(segment.text)
         if token_id is None:
             raise RequestError(f"the served checkpoint has no token {segment.text}", param="messages", code="unsupported_value")

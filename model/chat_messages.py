@@ -16,18 +16,19 @@ from urllib.parse import unquote_to_bytes
 
 import deepseek_recipe as recipe
 
+from forebay.model.chat_images import FILE_PARTS, is_image
 from forebay.model.chat_values import ExactIntegers, array_at, bad, boolean_at, json_at, kind_of, object_at, shown, string_at
 from forebay.model.errors import RequestError
 from forebay.model.json_limits import MAX_VALUES, too_many_values
 
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
-PICTURES = "pictures are not served yet; send text only"
+PICTURES = "pictures are not served by this model, which sees none; send text only"
 MAX_ESCAPES = 1_000_000  # in a data URL: each becomes an object while it is undone
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message, checked and with its content joined to one text."""
+    """One message, checked and with its content joined to one text. `images` are the parts that its stand-ins are for, in their order."""
 
     role: Literal["system", "user", "assistant", "tool", "latest_reminder"]
     content: str = ""
@@ -36,10 +37,24 @@ class Turn:
     call_id: str | None = None
     task: str | None = None
     prefix: bool = False
+    images: tuple[str, ...] = ()
 
 
-def parse_messages(body: Mapping[str, Any], exact: ExactIntegers, strict_tool_messages: bool = False) -> list[Turn]:
+@dataclass(frozen=True)
+class _Content:
+    """What the content of a message says."""
+
+    text: str
+    reasoning: str = ""
+    images: tuple[str, ...] = ()
+
+
+def parse_messages(
+    body: Mapping[str, Any], exact: ExactIntegers, strict_tool_messages: bool = False, stand_in: str | None = None
+) -> list[Turn]:
     """Turns in prompt order: empty system and unset assistant messages gone, results behind their calls and in their order.
+
+    `stand_in` is written where an image is; without one, images are refused.
 
     Raises RequestError; with `strict_tool_messages` also for results and calls that do not match each other.
     """
@@ -53,7 +68,7 @@ def parse_messages(body: Mapping[str, Any], exact: ExactIntegers, strict_tool_me
     latest: dict[str, str] = {}  # id of the latest call of each tool
     for i, entry in enumerate(messages):
         param = f"messages.{i}"
-        turn = _parse_message(object_at(entry, param), param, i == len(messages) - 1, latest, exact)
+        turn = _parse_message(object_at(entry, param), param, i == len(messages) - 1, latest, exact, stand_in)
         if turn is not None:
             turns.append(turn)
             places.append(i)
@@ -63,7 +78,9 @@ def parse_messages(body: Mapping[str, Any], exact: ExactIntegers, strict_tool_me
     return order_results(turns)
 
 
-def _parse_message(message: Mapping[str, Any], param: str, last: bool, latest: dict[str, str], exact: ExactIntegers) -> Turn | None:
+def _parse_message(
+    message: Mapping[str, Any], param: str, last: bool, latest: dict[str, str], exact: ExactIntegers, stand_in: str | None
+) -> Turn | None:
     role = message.get("role")
     task = message.get("task")
     if task is not None and (role != "user" or not last or task not in TASKS):
@@ -72,30 +89,34 @@ def _parse_message(message: Mapping[str, Any], param: str, last: bool, latest: d
     if prefix is not None and boolean_at(prefix, f"{param}.prefix") and not (last and role == "assistant"):
         raise bad("prefix is only for a last message of role assistant", f"{param}.prefix")
     if role in ("system", "developer"):
-        content = _content(message, param)[0]
-        return Turn("system", content) if content else None
+        content = _content(message, param, stand_in)
+        return Turn("system", content.text, images=content.images) if content.text else None
     if role == "user":
-        return Turn("user", _content(message, param)[0], task=task)
+        content = _content(message, param, stand_in)
+        return Turn("user", content.text, task=task, images=content.images)
     if role == "latest_reminder":
-        return Turn("latest_reminder", _content(message, param)[0])
+        return Turn("latest_reminder", _content(message, param, stand_in).text)
     if role == "tool":
         call_id = string_at(message.get("tool_call_id"), f"{param}.tool_call_id")
-        return Turn("tool", _content(message, param)[0], call_id=call_id)
+        content = _content(message, param, stand_in)
+        return Turn("tool", content.text, call_id=call_id, images=content.images)
     if role == "function":
         name = string_at(message.get("name"), f"{param}.name")
-        return Turn("tool", _content(message, param)[0], call_id=latest.get(name))
+        content = _content(message, param, stand_in)
+        return Turn("tool", content.text, call_id=latest.get(name), images=content.images)
     if role == "assistant":
-        return _parse_assistant(message, param, last, exact)
+        return _parse_assistant(message, param, last, exact, stand_in)
     known = "system, developer, user, assistant, tool, function or latest_reminder"
     raise bad(f"{param}.role must be {known}, got {shown(role)}", f"{param}.role")
 
 
-def _parse_assistant(message: Mapping[str, Any], param: str, last: bool, exact: ExactIntegers) -> Turn | None:
+def _parse_assistant(message: Mapping[str, Any], param: str, last: bool, exact: ExactIntegers, stand_in: str | None) -> Turn | None:
     calls = _parse_calls(message, param, exact)
     content, reasoning = "", ""
     given = message.get("content")
     if given is not None:
-        content, reasoning = _content(message, param)
+        said = _content(message, param, stand_in)
+        content, reasoning = said.text, said.reasoning
     elif message.get("refusal") is not None:
         content = string_at(message["refusal"], f"{param}.refusal")
     for name in ("reasoning_content", "reasoning"):
@@ -180,16 +201,17 @@ def _loads(text: str) -> Any:
         return None
 
 
-def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
-    """(text, reasoning) of a message's content; parts are joined with a blank line."""
+def _content(message: Mapping[str, Any], param: str, stand_in: str | None) -> _Content:
+    """A message's content; parts are joined with a blank line."""
     value = message.get("content")
     where = f"{param}.content"
     if isinstance(value, str):
-        return string_at(value, where), ""
+        return _Content(string_at(value, where))
     if not isinstance(value, (list, tuple)):
         raise bad(f"{where} must be a string or an array of parts, got {kind_of(value)}", where, "invalid_type")
     texts: list[str] = []
     thoughts: list[str] = []
+    images: list[str] = []
     for i, entry in enumerate(value):
         part = object_at(entry, f"{where}.{i}")
         kind = part.get("type")
@@ -199,13 +221,25 @@ def _content(message: Mapping[str, Any], param: str) -> tuple[str, str]:
             texts.append(string_at(part.get("refusal"), f"{where}.{i}.refusal"))
         elif kind == "thinking" and message.get("role") == "assistant":
             thoughts.append(string_at(part.get("thinking"), f"{where}.{i}.thinking"))
-        elif kind in ("file", "input_file"):
+        elif is_image(part):
+            texts.append(_stand_in(message, part, f"{where}.{i}", stand_in))
+            images.append(f"{where}.{i}")
+        elif kind in FILE_PARTS:
             texts.append(_file_text(part, f"{where}.{i}"))
-        elif kind in ("image_url", "input_image", "image"):
-            raise bad(PICTURES, f"{where}.{i}", "unsupported_value")
         else:
             raise bad(f"content parts of type {shown(kind)} are not supported", f"{where}.{i}.type", "unsupported_value")
-    return "\n\n".join(texts), "\n\n".join(thoughts)
+    return _Content("\n\n".join(texts), "\n\n".join(thoughts), tuple(images))
+
+
+def _stand_in(message: Mapping[str, Any], part: Mapping[str, Any], param: str, stand_in: str | None) -> str:
+    """What is written for an image, which is not for every message to have (spec/vision.md §6)."""
+    if stand_in is None:
+        place = {"file": f"{param}.file.file_data", "input_file": f"{param}.file_data"}.get(part["type"], param)
+        raise bad(PICTURES, place, "unsupported_value")
+    if message.get("role") in ("assistant", "latest_reminder"):
+        text = f"Image in {message['role']} message is not supported; send it in a user message or a tool result"
+        raise bad(text, param, "invalid_value")
+    return stand_in
 
 
 def _file_text(part: Mapping[str, Any], param: str) -> str:
@@ -219,8 +253,7 @@ def _file_text(part: Mapping[str, Any], param: str) -> str:
     url = string_at(part.get("file_data"), f"{param}.file_data")
     found = re.match(r"data:([\w.+-]+/[\w.+-]+)?((?:;[^;,]*)*),", url)
     if found is None or not (found[1] or "text/plain").startswith("text/"):
-        message = PICTURES if found and found[1].startswith("image/") else "only text files are supported, as data:text/…;base64 URLs"
-        raise bad(message, f"{param}.file_data", "unsupported_value")
+        raise bad("only text files are supported, as data:text/…;base64 URLs", f"{param}.file_data", "unsupported_value")
     if url.count("%") > MAX_ESCAPES:
         text = f"{param}.file_data has more than {MAX_ESCAPES:,} percent escapes; send it as base64"
         raise bad(text, f"{param}.file_data")

@@ -7,6 +7,7 @@ change the prompt is ignored.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -79,6 +80,7 @@ class ChatRequest:
         tools: whether the answer may call tools. json: whether its content is to be JSON.
         properties: declared property names by tool. `max_calls`: 1 without parallel calls.
         form: what form the answer is to have.
+        stand_in: what the library is told to write where an image is; None for a model that sees none.
     """
 
     conversation: recipe.Conversation
@@ -94,10 +96,13 @@ class ChatRequest:
     max_calls: int | None
     exact: ExactIntegers
     form: AnswerForm = field(default_factory=AnswerForm)
+    stand_in: str | None = None
 
 
-def parse_chat_request(body: Any, default_effort: int | str, thinking_default: bool, strict_tool_messages: bool = False) -> ChatRequest:
-    """Check `body` and convert it. Raises RequestError."""
+def parse_chat_request(
+    body: Any, default_effort: int | str, thinking_default: bool, strict_tool_messages: bool = False, sees: bool = False
+) -> ChatRequest:
+    """Check `body` and convert it; `sees`: for a model that sees images, which are refused otherwise. Raises RequestError."""
     if not isinstance(body, Mapping):
         raise bad(f"the body must be an object, got {type(body).__name__}", None, "invalid_type")
     exact = ExactIntegers(body)
@@ -106,7 +111,9 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
     choice, allowed = parse_tool_choice(body, {tool.name for tool in tools})
     form = parse_response_format(body)
     schema = {"type": "regex", "regex": form.value} if form.kind == "regex" else json_at(form.value, form.param, exact)
-    turns = parse_messages(body, exact, strict_tool_messages)
+    # The library marks what it is told stands for an image: something that nobody can have typed.
+    stand_in = f"<image {secrets.token_hex(16)}>" if sees else None
+    turns = parse_messages(body, exact, strict_tool_messages, stand_in)
 
     with_tools = bool(tools) and choice != "none"
     continues = flag(body, "continue_final_message", False) or bool(turns and turns[-1].prefix)
@@ -124,7 +131,7 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
     finished = [turn for turn in (turns[:-1] if continues else turns) if turn.role == "assistant"]
     try:
         conversation = recipe.Conversation(
-            [_library_message(turn, continues and turn is turns[-1]) for turn in turns],
+            [_library_message(turn, continues and turn is turns[-1], stand_in) for turn in turns],
             thinking_mode=thinking,
             tools=tools if with_tools else None,
             tool_choice="required" if forced else "auto",
@@ -147,17 +154,19 @@ def parse_chat_request(body: Any, default_effort: int | str, thinking_default: b
         max_calls=1 if single else None,
         exact=exact,
         form=replace(form, tools=callable_tools, required=choice == "required" and task is None, single=single),
+        stand_in=stand_in,
     )
 
 
-def _library_message(turn: Turn, prefix: bool) -> recipe.Message:
+def _library_message(turn: Turn, prefix: bool, stand_in: str | None) -> recipe.Message:
+    images = [recipe.UrlImageSource("", path=part) for part in turn.images]  # it says which part each of its markers is for
     match turn.role:
         case "system":
-            return recipe.SystemMessage(turn.content)
+            return recipe.SystemMessage(turn.content, images, image_token=stand_in)
         case "user":
-            return recipe.UserMessage(turn.content)
+            return recipe.UserMessage(turn.content, images, image_token=stand_in)
         case "tool":  # already in order; without an id the library leaves it where it is
-            return recipe.ToolMessage(turn.content)
+            return recipe.ToolMessage(turn.content, None, images, image_token=stand_in)
         case "latest_reminder":
             return recipe.LatestReminderMessage(turn.content)
     return recipe.AssistantMessage(turn.content, turn.reasoning or None, list(turn.calls) or None, prefix)

@@ -27,6 +27,8 @@ from forebay.model.names import (
     bytes_by_part,
     expected_tensors,
     optional_tensors,
+    stored_as,
+    vision_tensors,
 )
 from forebay.model.shards import DTYPES, Shard, damaged_values, stored_dtype, write_shards
 
@@ -317,8 +319,13 @@ def _match(config: ModelConfig, found: _Inventory, faults: _Faults) -> tuple[dic
             notes.append("mtp.* tensors are present but num_nextn_predict_layers is 0: they are not used")
     elif drafts:
         notes.append(f"the checkpoint lacks its {config.num_nextn_predict_layers} draft stages (mtp.*): it is served without drafting")
-    vision = any(name.startswith(VISION_PREFIXES) for name in found.shards)
-    if config.vision and not vision:
+    vision = vision_tensors(config)
+    if any(name.startswith(VISION_PREFIXES) for name in found.shards):
+        if vision:
+            wanted |= vision
+        else:
+            notes.append("vision tensors are present but the configuration has no vision_config: they are not used")
+    elif vision:
         notes.append("the checkpoint lacks its vision tower (vision.*, aligner.*): it is served for text only")
 
     specs: dict[str, TensorSpec] = {}
@@ -329,6 +336,7 @@ def _match(config: ModelConfig, found: _Inventory, faults: _Faults) -> tuple[dic
                 faults.add("missing tensors", f"{name} ({spec.part}): {spec.dtype} {list(spec.shape)}")
             continue
         entry = shard.entries[name]
+        spec = stored_as(name, spec, entry.shape)
         if entry.shape != spec.shape:
             faults.add("wrong shapes", f"{name} in {shard.path.name}: {list(entry.shape)}, the configuration needs {list(spec.shape)}")
         if entry.dtype != spec.dtype:
@@ -338,13 +346,11 @@ def _match(config: ModelConfig, found: _Inventory, faults: _Faults) -> tuple[dic
         if name in wanted:
             continue
         entry = shard.entries[name]
-        tolerated = name.startswith(VISION_PREFIXES) or (not drafts and name.startswith(DRAFT_PREFIX))
+        tolerated = name.startswith((*(() if vision else VISION_PREFIXES), *(() if drafts else (DRAFT_PREFIX,))))
         if not tolerated:
             faults.add("unknown tensors", f"{name} in {shard.path.name}: {entry.dtype} {list(entry.shape)}")
         elif entry.dtype not in DTYPES:
             faults.add("wrong dtypes", f"{name} in {shard.path.name}: {entry.dtype}, known are {', '.join(DTYPES)}")
-        elif name.startswith(VISION_PREFIXES):
-            specs[name] = TensorSpec(entry.shape, entry.dtype, "vision")
     return specs, tuple(notes)
 
 

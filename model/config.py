@@ -9,17 +9,30 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.model.config_fields import coerce
 from forebay.model.errors import ConfigError
+from forebay.model.vision_config import VisionConfig
+
+__all__ = [
+    "ARCHITECTURE",
+    "MAIN_KV_GROUP",
+    "MODEL_TYPE",
+    "QUANT_GROUP",
+    "LayerPlan",
+    "ModelConfig",
+    "Topology",
+    "VisionConfig",
+    "real_config",
+]
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 MODEL_TYPE = "deepseek_v41"
 QUANT_GROUP = 32  # FP8 tiles, MXFP4 groups and activation groups (spec §6.4)
 MAIN_KV_GROUP = 16  # channels per scale of the main KV (spec §6.1)
-MAX_NUMBER = 1e38  # of a float setting: it is used in fp32
 
 # inference/config.json name -> HF name (spec §1.2); names not listed are identical.
 FLAT_NAMES = {
@@ -107,7 +120,7 @@ class ModelConfig:
     eos_token_id: int = 1
     pad_token_id: int = 2
     image_token_id: int | None = None
-    vision: dict[str, Any] | None = field(default=None, hash=False)
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -153,10 +166,10 @@ class ModelConfig:
                 raise ConfigError(f"{where}: vision_config must be an object, got {vision!r}")
         else:
             flat.update({FLAT_NAMES.get(k, k): v for k, v in raw.items()})
-            vision = {k: v for k, v in raw.items() if k.startswith("vision_")} if raw.get("vision_n_layers") else None
+            vision = raw if raw.get("vision_n_layers") else None
             if raw.get("dtype", "fp8") not in ("fp8",) or raw.get("expert_dtype", "fp4") != "fp4":
                 raise ConfigError(f"{where}: dtype must be 'fp8' and expert_dtype 'fp4' in a flat config")
-        flat["vision"] = vision
+        flat["vision"] = None if vision is None else VisionConfig.from_dict(vision, where=where)
         scaling = flat.get("rope_scaling")
         if isinstance(scaling, dict):
             kind = scaling.get("rope_type", scaling.get("type", "yarn"))
@@ -180,7 +193,7 @@ class ModelConfig:
         missing = []
         for name, spec in cls.__dataclass_fields__.items():
             if name in flat and flat[name] is not None:
-                values[name] = _coerce(name, flat[name], str(spec.type), where)
+                values[name] = coerce(name, flat[name], str(spec.type), where)
             elif spec.default is not _MISSING:
                 values[name] = spec.default
             elif name in _NO_CANDIDATES:
@@ -218,27 +231,6 @@ class ModelConfig:
 
 _NO_CANDIDATES = {"candidate_source_layer_id": None, "candidate_topk_blocks": 0, "candidate_block_size": 0}
 _MISSING = ModelConfig.__dataclass_fields__["vocab_size"].default
-
-
-def _coerce(name: str, value: Any, kind: str, where: str) -> Any:
-    if kind.startswith("tuple"):
-        if not isinstance(value, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            raise ConfigError(f"{where}: {name} must be a list of integers, got {value!r}")
-        return tuple(value)
-    if kind.startswith("int"):
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole:
-            raise ConfigError(f"{where}: {name} must be an integer, got {value!r}")
-        return int(value)
-    if kind.startswith("float"):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_NUMBER < value < MAX_NUMBER:
-            raise ConfigError(f"{where}: {name} must be a finite number, got {value!r}")
-        return float(value)
-    if kind.startswith("bool"):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
-        return value
-    return value
 
 
 def _check_quantization(section: Any, where: str) -> None:
@@ -308,6 +300,9 @@ def _validate(c: ModelConfig) -> None:
     need(c.o_groups * c.o_lora_rank % QUANT_GROUP == 0, f"o_groups*o_lora_rank must be a multiple of {QUANT_GROUP}")
     need(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
     need(len(c.engram_num_embeddings) == len(c.engram_layer_ids), "engram_num_embeddings needs one number per engram layer")
+    if c.vision is not None:
+        placed = c.image_token_id is not None and 0 <= c.image_token_id < c.vocab_size
+        need(placed, f"image_token_id must be a token below {c.vocab_size} for the vision half, got {c.image_token_id}")
     if c.engram_layer_ids:
         need(c.engram_head_dim % QUANT_GROUP == 0, f"engram_head_dim must be a multiple of {QUANT_GROUP}")
         need(c.engram_max_ngram_size >= 2, "engram_max_ngram_size must be at least 2")
@@ -397,6 +392,7 @@ def real_config() -> ModelConfig:
         engram_num_embeddings=(384006168, 384016682), engram_compressed_vocab_size=99092, num_nextn_predict_layers=3,
         dspark_block_size=5, dspark_noise_token_id=128799, dspark_target_layer_ids=(37, 38, 39), dspark_markov_rank=256,
         dspark_n_routed_experts=128, dspark_num_experts_per_tok=3, image_token_id=129264,
-        vision={"num_hidden_layers": 32, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816, "patch_size": 14,
-                "rope_theta": 10000, "downsample_ratio": 3, "max_image_tokens": 1024, "min_pixels": 295936, "max_wh_ratio": None},
+        vision=VisionConfig(
+            num_hidden_layers=32, hidden_size=1024, num_attention_heads=16, intermediate_size=2816, patch_size=14, downsample_ratio=3,
+        ),
     )  # fmt: skip

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.model.config import QUANT_GROUP, ModelConfig
 from forebay.model.shards import DTYPES
+from forebay.model.vision_config import CHANNELS
 
 VISION_PREFIXES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 DRAFT_PREFIX = "mtp."
+PATCH_EMBEDDING = "vision.patch_embed.proj.weight"
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def optional_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """The `mtp.*` tensors of the draft stages the configuration names; part `drafter`. Empty without stages.
-
-    Vision tensors (`VISION_PREFIXES`) are optional too, and recognised by their prefix alone.
-    """
+    """The `mtp.*` tensors of the draft stages the configuration names; part `drafter`. Empty without stages."""
     c = config
     last = c.num_nextn_predict_layers - 1
     specs: dict[str, TensorSpec] = {}
@@ -66,6 +65,40 @@ def optional_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         ):
             specs[name] = TensorSpec(shape, "BF16", "drafter")
     return {name: TensorSpec(spec.shape, spec.dtype, "drafter") for name, spec in specs.items()}
+
+
+def vision_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Tower, aligner and delimiter vectors; part `vision`. Optional, and empty without a vision half (spec/vision.md §10).
+
+    All are BF16: with these, the released tensors add up to the released number of payload bytes.
+    """
+    v, shapes = config.vision, dict[str, tuple[int, ...]]()
+    if v is None:
+        return {}
+    dim, out = v.hidden_size, config.hidden_size
+    shapes[PATCH_EMBEDDING] = (dim, v.patch_values)
+    shapes["vision.patch_embed.proj.bias"] = (dim,)
+    for block in range(v.num_hidden_layers):
+        at = f"vision.blocks.{block}."
+        shapes |= {f"{at}norm1.weight": (dim,), f"{at}attn.wqkv.weight": (3 * dim, dim), f"{at}attn.wqkv.bias": (3 * dim,)}
+        shapes |= {f"{at}attn.wo.weight": (dim, dim), f"{at}attn.wo.bias": (dim,), f"{at}norm2.weight": (dim,)}
+        shapes |= {f"{at}mlp.w1.weight": (2 * v.intermediate_size, dim), f"{at}mlp.w2.weight": (dim, v.intermediate_size)}
+    shapes["vision.norm.weight"] = (dim,)
+    shapes |= {"aligner.w1.weight": (out, dim * v.downsample_ratio**2), "aligner.w1.bias": (out,)}
+    shapes |= {"aligner.w2.weight": (out, out), "aligner.w2.bias": (out,)}
+    shapes |= dict.fromkeys(("image_start", "image_newline", "image_end"), (out,))
+    return {name: TensorSpec(shape, "BF16", "vision") for name, shape in shapes.items()}
+
+
+def stored_as(name: str, spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """The spec with the stored shape where that is as good: the patch embedding may be kept as the convolution it is, [dim, 3, P, P].
+
+    Flattened, that has the channel, y, x order of a patch.
+    """
+    square = len(shape) == 4 and shape[1] == CHANNELS and shape[2] == shape[3]
+    if name == PATCH_EMBEDDING and square and (shape[0], math.prod(shape[1:])) == spec.shape:
+        return replace(spec, shape=shape)
+    return spec
 
 
 def _fp8(name: str, rows: int, columns: int, part: str) -> dict[str, TensorSpec]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.model.attention import Attention, layer_frequencies
-from forebay.model.batch import DecoderRows, ForwardBatch, HalfState
+from forebay.model.batch import DecoderRows, ForwardBatch, HalfState, embed
 from forebay.model.checkpoint import Weights
 from forebay.model.config import LayerPlan, ModelConfig
 from forebay.model.engram import Engram
@@ -148,7 +148,7 @@ class Backbone:
         Returns the streams entering the decoder half, one row per batch row.
         """
         state = HalfState(batch.encoder, batch.spans, batch.tables, batch.memory, batch.record, image_mask=batch.image_mask)
-        embedded = self.embed.index_select(0, batch.token_ids).to(torch.bfloat16)
+        embedded = embed(self.embed, batch.token_ids, batch.images)
         s = Streams(embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1), self._first_pre(embedded.shape[0]))
         history = self._history(batch)
         for layer in self.layers[: self.topology.cut]:

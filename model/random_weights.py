@@ -16,17 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forebay.model.config import QUANT_GROUP, ModelConfig
-from forebay.model.names import expected_tensors
+from forebay.model.names import expected_tensors, vision_tensors
 
 # Deviation and mean of the plain tensors by the end of their name; all others get deviation 1/sqrt(columns).
 _PLAIN: tuple[tuple[str, float, float], ...] = (
     ("norm.weight", 0.05, 1.0),
+    ("norm1.weight", 0.05, 1.0),
+    ("norm2.weight", 0.05, 1.0),
     ("embed.weight", 1.0, 0.0),
     ("_base", 0.5, 0.0),
     ("_scale", 0.1, 0.5),
     ("attn_sink", 0.5, 0.0),
     ("gate.bias", 0.02, 0.0),
     ("gate.bias_vl", 0.02, 0.0),
+    (".bias", 0.02, 0.0),
+    ("image_start", 1.0, 0.0),  # as embeddings
+    ("image_newline", 1.0, 0.0),
+    ("image_end", 1.0, 0.0),
     ("q_weight", 0.1, 1.0),
     ("k_weight", 0.1, 1.0),
 )
@@ -34,12 +40,13 @@ _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, F
 
 
 def random_tensors(config: ModelConfig, seed: int, *, silent_ids: tuple[int, ...] = ()) -> dict[str, Tensor]:
-    """All tensors of a backbone, in stored formats (8-bit ones as uint8), scaled so that activations keep their size.
+    """All tensors of a backbone, and of the vision half if the configuration has one, in stored formats (8-bit ones as uint8).
 
-    The output rows of `silent_ids` are zero: greedy decoding never picks them, so no text ends before its limit.
+    They are scaled so that activations keep their size. The output rows of `silent_ids` are zero: greedy decoding never picks them, so no
+    text ends before its limit.
     """
     tensors: dict[str, Tensor] = {}
-    for name, spec in expected_tensors(config).items():
+    for name, spec in (expected_tensors(config) | vision_tensors(config)).items():
         if name.endswith(".scale"):
             continue
         if spec.dtype in ("BF16", "F32"):

@@ -146,7 +146,7 @@ class ImageSection(Section):
     workers: int = setting(2, "programs that decode images, each with one at a time", unit="processes", ge=1, le=256)
     decode_timeout_s: float = setting(20.0, "longest decoding of one image", unit="seconds", gt=0, le=3600)
     decode_memory_bytes: ByteSize = setting(2048 * MIB, "address space of such a program", unit="bytes", ge=256 * MIB, le=1 << 40)
-    cache_bytes: ByteSize = setting(256 * MIB, "decoded images that are kept for requests that send them again", unit="bytes", ge=0)
+    cache_bytes: ByteSize = setting(256 * MIB, "images as the model sees them, kept for requests that send them again", unit="bytes", ge=0)
 
 
 class ServerSection(Section):
@@ -215,6 +215,8 @@ class EngineSection(Section):
     default_effort: Effort = setting("high", "reasoning effort of requests that state none: none, low, high, max or 1 to 100")
     max_output_tokens: OutputLimits = setting(OutputLimits(), "output limits of requests that state none")
     weight_cache_bytes: ByteSize = setting(512 * MIB, "memory for dequantised weights on CPU; more is faster", unit="bytes", ge=0)
+    image_cache_bytes: ByteSize = setting(256 * MIB, "embeddings of images kept for requests that show them again", unit="bytes", ge=0)
+    image_cache_ttl_s: float = setting(600.0, "how long these are kept after their last use", unit="seconds", ge=0)
     batch_invariant: bool = setting(True, "on CPU, text does not depend on what shares its batch; `bench invariance` tells the price")
     kernels: bool = setting(True, "on a GPU that can run them, the network runs as kernels and captured steps, else as torch operations")
     poison: bool = setting(False, "debugging: overwrite scratch buffers between steps so that stale reads show")

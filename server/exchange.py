@@ -28,6 +28,7 @@ CLIENT_GONE = 499  # never sent; what the log and the metrics say when the clien
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _DISCARD_S = 2.0
 _SMALL_BODY = 1 << 20  # bytes up to which a body may use what is kept free for small ones
+_SMALL_CANVASES = 16 << 20  # the same of canvases: three of the largest
 _PART = 256 * 1024  # bytes of a large answer that are handed over at a time
 
 
@@ -72,6 +73,7 @@ class Exchange:
         self.send = send
         self._bodies: Bodies | None = None
         self._claimed = 0  # bytes of them
+        self._canvases: tuple[Bodies, int] | None = None
         self._link: Link | None = scope.get("extensions", {}).get(LINK)
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -150,6 +152,21 @@ class Exchange:
                 text = "The server has as many request bodies in memory as it has room for. Try again later."
                 raise HttpError(503, text, code="overloaded", retry_after=1)
             self._claimed = size
+
+    def claim_canvases(self, size: int, canvases: Bodies) -> None:
+        """Say how much memory what the model sees takes, until the exchange has ended. Raises HttpError 503 if there is not so much."""
+        if not canvases.change(0, size, _SMALL_CANVASES):
+            text = "The server has as many images in memory as it has room for. Try again later."
+            raise HttpError(503, text, code="overloaded", retry_after=1)
+        self._canvases = (canvases, size)
+
+    def release(self) -> None:
+        """Give back what was claimed: the exchange has ended."""
+        self.claim_body(0)
+        if self._canvases is not None:
+            canvases, size = self._canvases
+            canvases.change(size, 0, 0)
+            self._canvases = None
 
     async def read_body(self, options: ServerOptions, bodies: Bodies | None = None) -> bytes:
         """The body as sent (still content-encoded). It counts among `bodies` until `claim_body` says otherwise.

@@ -97,7 +97,7 @@ class Front:
         finally:
             if (ticket := current.get()) is not None:
                 ticket.close()
-            exchange.claim_body(0)
+            exchange.release()
             self._engine.metrics.http(exchange.route, exchange.status)
             self._log(exchange)
 

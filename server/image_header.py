@@ -67,7 +67,26 @@ def _png(data: bytes) -> tuple[int, int]:
 
 
 def _gif(data: bytes) -> tuple[int, int]:
-    return _number(data, 6, 8, "little"), _number(data, 8, 10, "little")
+    """Of the screen, or larger if the first frame reaches beyond it: so decoders have it."""
+    width, height = _number(data, 6, 8, "little"), _number(data, 8, 10, "little")
+    try:
+        place = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)  # behind the colours
+        extended = False
+        for _ in range(_MAX_STEPS):
+            kind = data[place]
+            if extended:  # blocks of an extension, the last of which is empty
+                extended, place = kind != 0, place + kind + 1
+            elif kind == 0x2C:
+                left, top, wide, high = (_number(data, start, start + 2, "little") for start in range(place + 1, place + 9, 2))
+                return max(width, left + wide), max(height, top + high)
+            elif kind == 0x3B:
+                break
+            else:
+                extended = kind == 0x21
+                place += 2 if extended else 1
+    except IndexError:
+        pass  # cut off, which is the decoder's to tell
+    return width, height
 
 
 def _webp(data: bytes) -> tuple[int, int]:

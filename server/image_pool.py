@@ -1,5 +1,7 @@
 """Decoding images outside this process: programs with no rights (server/image_worker.py), of which each has one image at a time.
 
+What comes back is no more than the model sees of an image, its canvas.
+
 A file that crashes its decoder, or makes it take too much time or memory, ends that process alone and its request is refused.
 """
 
@@ -21,28 +23,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from forebay.engine.types import UnavailableError
 from forebay.model.errors import ForebayError, RequestError
+from forebay.model.image_plan import ImagePlan
 from forebay.server.image_header import unreadable
 from forebay.server.limits import ImageOptions
 
 PROGRAM = Path(__file__).resolve().with_name("image_worker.py")
 PASSED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")  # of the environment, which holds API keys
 # As in the program, which can import nothing of ours.
-REQUEST = struct.Struct("<QI")
-ANSWER = struct.Struct("<BBIIQ")
+REQUEST = struct.Struct("<QIIIIIIII")
+ANSWER = struct.Struct("<BBQ")
 OK, UNREADABLE, TOO_LARGE = range(3)
 START_S = 20.0  # a machine under load may take so long to start an interpreter
 _log = logging.getLogger("forebay.images")
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """An image's first frame: `rgb` holds height × width × 3 bytes, row by row."""
+class Rendered:
+    """What the model sees of an image: `rgb` holds height × width × 3 bytes of its canvas, row by row; `digest` is their blake3."""
 
-    width: int
-    height: int
     rgb: bytes
+    digest: bytes
 
 
 class DecodePool:
@@ -61,12 +65,14 @@ class DecodePool:
             self._idle.put(program)
         self.failures = 0
 
-    async def decode(self, data: bytes, max_side: int) -> Decoded:
-        """Raises RequestError: image_parse_error, image_too_large; also for an image that its process did not survive.
+    async def render(self, data: bytes, size: tuple[int, int], plan: ImagePlan) -> Rendered:
+        """The first frame of a file of the declared `size`, width and height in pixels, on the canvas of its plan.
 
-        ForebayError, told as a fault of the server, if the program cannot start.
+        Raises:
+            RequestError: image_parse_error, image_too_large; also for an image that its process did not survive.
+            ForebayError: the program cannot start, which is told as a fault of the server.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, data, max_side)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._render, data, size, plan)
 
     def close(self) -> None:
         """End all programs, also those that are at work."""
@@ -74,10 +80,11 @@ class DecodePool:
         for program in self._programs:
             program.end(for_good=True)
 
-    def _decode(self, data: bytes, max_side: int) -> Decoded:
+    def _render(self, data: bytes, size: tuple[int, int], plan: ImagePlan) -> Rendered:
         program = self._idle.get()
         try:
-            return program.run(data, max_side)
+            rgb = program.run(data, size, plan)
+            return Rendered(rgb, blake3(rgb).digest())
         except _GoneError:
             self.failures += 1
             limit = f"{self._options.decode_timeout_s:g} s and {self._options.decode_memory // (1 << 20)} MiB"
@@ -103,7 +110,7 @@ class _Program:
         self._over = False
         self._lock = threading.Lock()  # between its thread and whoever ends it
 
-    def run(self, data: bytes, max_side: int) -> Decoded:
+    def run(self, data: bytes, size: tuple[int, int], plan: ImagePlan) -> bytes:
         process, limit = self._process, self._options.decode_timeout_s
         if process is None or process.poll() is not None:
             process, limit = self._start(), limit + START_S
@@ -111,7 +118,8 @@ class _Program:
         timer.daemon = True
         timer.start()
         try:
-            return self._ask(process, data, max_side, time.monotonic() + limit + 2)
+            head = REQUEST.pack(len(data), *size, *plan.canvas, *plan.picture, *plan.paste)
+            return self._ask(process, (head, data), plan.canvas[0] * plan.canvas[1] * 3, time.monotonic() + limit + 2)
         except (_GoneError, OSError) as error:
             said = error.said if isinstance(error, _GoneError) else b""
             text = said + _last_words(process)
@@ -159,10 +167,11 @@ class _Program:
             )
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], data: bytes, max_side: int, deadline: float) -> Decoded:
+    def _ask(self, process: subprocess.Popen[bytes], request: tuple[bytes, ...], expected: int, deadline: float) -> bytes:
+        """The answer's bytes, of which there must be `expected`."""
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        for part in (REQUEST.pack(len(data), max_side), data):
-            view = memoryview(part)
+        for piece in request:
+            view = memoryview(piece)
             while view:
                 view = view[process.stdin.write(view):]
         answers, ends = process.stdout.fileno(), process.stderr.fileno()
@@ -180,7 +189,7 @@ class _Program:
                         raise _GoneError
                     answer += part
                     if wanted == ANSWER.size <= len(answer):
-                        wanted += self._payload_size(answer, max_side)
+                        wanted += self._payload_size(answer, expected)
                 elif ends in ready:
                     status = os.read(ends, 1 << 16)
                     if status != b"\0":
@@ -190,21 +199,21 @@ class _Program:
             raise _GoneError
         return self._read(answer)
 
-    def _payload_size(self, answer: bytearray, max_side: int) -> int:
-        status, filtered, width, height, size = ANSWER.unpack_from(answer)
-        right = size == width * height * 3 and 0 < min(width, height) <= max(width, height) <= max_side if status == OK else size <= 1024
-        if not right:
+    @staticmethod
+    def _payload_size(answer: bytearray, expected: int) -> int:
+        status, filtered, size = ANSWER.unpack_from(answer)
+        if size != expected if status == OK else size > 1024:
             raise _GoneError
         if not filtered:
             _warn_unfiltered()
         return size
 
     @staticmethod
-    def _read(answer: bytearray) -> Decoded:
-        status, _, width, height, _ = ANSWER.unpack_from(answer)
+    def _read(answer: bytearray) -> bytes:
+        status, _, _ = ANSWER.unpack_from(answer)
         payload = bytes(memoryview(answer)[ANSWER.size:])
         if status == OK:
-            return Decoded(width, height, payload)
+            return payload
         reason = "".join(c for c in payload.decode("utf-8", "replace") if c.isprintable())
         if status == TOO_LARGE:
             raise RequestError(f"The image is too large: {reason}.", code="image_too_large")

@@ -3,8 +3,9 @@
 It loads the decoders once and then forks one process for each image, so that what an image does to its decoder ends with it. Such a process
 has limits on memory, CPU time and wall time, can open nothing, and where the kernel lets it may make no other system calls than those that
 computing takes. A request on standard input is REQUEST and the file's bytes; the answer on standard output is ANSWER and the RGB bytes, or
-a sentence for the client. When the process has ended, its exit status follows as a byte on standard error, which the process itself
-cannot reach: so the answer is known to be over, and the next image to meet a fresh process.
+a sentence for the client. Those bytes are of the canvas that the model sees: the server never holds all pixels of a large picture. When
+the process has ended, its exit status follows as a byte on standard error, which the process itself cannot reach: so the answer is known
+to be over, and the next image to meet a fresh process.
 
 It imports nothing of ours: it is run by its path, in an interpreter without our environment.
 """
@@ -46,9 +47,11 @@ PRELOADED = (
 )
 CODECS = ("latin-1", "ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "cp1252")
 
-REQUEST = struct.Struct("<QI")  # bytes of the file, longest side allowed in pixels
-ANSWER = struct.Struct("<BBIIQ")  # status, whether system calls are filtered, width, height, bytes that follow
+# Bytes of the file; then pairs of pixels: its declared size, the canvas, the size of the picture on it, its upper left corner there.
+REQUEST = struct.Struct("<QIIIIIIII")
+ANSWER = struct.Struct("<BBQ")  # status, whether system calls are filtered, bytes that follow: OK, all pixels of the canvas as RGB
 OK, UNREADABLE, TOO_LARGE = range(3)
+GREY = (127, 127, 127)  # of the canvas around the picture
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 
 # read, write, close, fstat, lseek, mmap, mprotect, munmap, brk, rt_sigaction, rt_sigprocmask, rt_sigreturn, sched_yield, mremap, madvise,
@@ -82,22 +85,31 @@ def filter_calls(libc: ctypes.CDLL) -> bool:
     return bool(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_FILTER), ctypes.byref(program), zero, zero) == 0)
 
 
-def decode(data: bytes, max_side: int) -> tuple[int, int, int, bytes]:
-    """(status, width, height, RGB bytes or a sentence). The first frame, without rotation by its metadata; transparency is dropped."""
+Pair = tuple[int, int]
+
+
+def render(data: bytes, size: Pair, canvas: Pair, picture: Pair, corner: Pair) -> tuple[int, bytes]:
+    """(status, RGB bytes or a sentence). The first frame, without rotation by its metadata; transparency is dropped.
+
+    With pixels of the same values, the canvas is that of `forebay.model.image_pixels.render`. A file that is not of the declared `size`,
+    which limits what decoding takes, is not decoded.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if max(width, height) > max_side:
-                return TOO_LARGE, 0, 0, f"its size is {width} by {height} pixels, and at most {max_side} a side are allowed".encode()
+            if image.size != size:
+                found, said = (f"{width} by {height}" for width, height in (image.size, size))
+                return UNREADABLE, f"it has {found} pixels where its header says {said}".encode()
             image.load()
             rgb = image if image.mode == "RGB" else image.convert("RGB")
-            return OK, width, height, rgb.tobytes()
+            drawn = Image.new("RGB", canvas, GREY)
+            drawn.paste(rgb.resize(picture, Image.Resampling.BICUBIC), corner)
+            return OK, drawn.tobytes()
     except UnidentifiedImageError:
-        return UNREADABLE, 0, 0, b"its header is damaged"
+        return UNREADABLE, b"its header is damaged"
     except MemoryError:
-        return TOO_LARGE, 0, 0, b"decoding it takes more memory than allowed"
+        return TOO_LARGE, b"decoding it takes more memory than allowed"
     except Exception as error:  # decoders raise what they like on damaged data
-        return UNREADABLE, 0, 0, str(error).encode("utf-8", "replace")[:200]
+        return UNREADABLE, str(error).encode("utf-8", "replace")[:200]
 
 
 def serve_one(memory: int, seconds: float, libc: ctypes.CDLL) -> int:
@@ -117,11 +129,13 @@ def serve_one(memory: int, seconds: float, libc: ctypes.CDLL) -> int:
     head = _read(REQUEST.size)
     if len(head) < REQUEST.size:
         return 3
-    size, max_side = REQUEST.unpack(head)
+    size, *sides = REQUEST.unpack(head)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     data = _read(size)
-    status, width, height, payload = decode(data, max_side)
-    _write(ANSWER.pack(status, filtered, width, height, len(payload)))
+    width, height, *places = sides
+    canvas, picture, corner = ((a, b) for a, b in zip(places[::2], places[1::2], strict=True))
+    status, payload = render(data, (width, height), canvas, picture, corner)
+    _write(ANSWER.pack(status, filtered, len(payload)))
     _write(payload)
     return 0
 

@@ -47,12 +47,13 @@ class ImageOptions:
     max_side: int = 8192
     many: int = 15  # images from which on `many_side` counts
     many_side: int = 4096
-    max_request_pixels: int = 512_000_000  # of all images of a request, decoded: 3 bytes each
+    max_request_pixels: int = 512_000_000  # of all images of a request, as their files declare them
+    max_canvases: int = 2048 * MIB  # what the model sees of the images of all requests that wait or run
 
     workers: int = 2  # decoding programs
     decode_timeout_s: float = 20.0
     decode_memory: int = 2048 * MIB  # address space of one of them; the largest image takes about 0.7 GiB
-    cache_bytes: int = 256 * MIB  # decoded images that are kept: agents send theirs again with every turn
+    cache_bytes: int = 256 * MIB  # of canvases that are kept: agents send their images again with every turn
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ServerOptions:
 
 
 class Bodies:
-    """Bytes of all request bodies in memory, from the first that arrives until the prompt is made.
+    """Bytes of all request bodies in memory, from the first that arrives until the prompt is made; or of their canvases, to the end.
 
     The last eighth is for small bodies, so that a few large ones do not keep everybody else out.
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from forebay.engine.metrics import Metrics
 from forebay.engine.preview import preview
 from forebay.engine.types import Request, UnavailableError
-from forebay.model.chat import ChatCodec
+from forebay.model.chat import ChatCodec, ChatVision
 from forebay.model.tokenizer import Tokenizer
 from forebay.server.errors import State, describe, family_of, unavailable
 from forebay.server.exchange import ASGIApp, Exchange, Message, Receive, Scope, Send
@@ -35,10 +35,12 @@ class LoadingEngine:
 
     state: State = "loading"
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str, max_context: int, progress: Callable[[], str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model_name: str, max_context: int, progress: Callable[[], str], vision: ChatVision | None = None
+    ) -> None:
         """`progress` is asked for a sentence on how far the load is."""
         self.tokenizer = tokenizer
-        self.codec = ChatCodec(tokenizer)
+        self.codec = ChatCodec(tokenizer, vision=vision)
         self.model_name = model_name
         self.max_context = max_context
         self.metrics = Metrics(CollectorRegistry(), model=model_name)
@@ -49,7 +51,7 @@ class LoadingEngine:
         """Over the model that is to be loaded, which takes a moment. Raises ConfigError or CheckpointError like the load itself."""
         found = preview(config.model.path)
         context = min(config.engine.max_context or found.longest, found.longest)
-        return cls(found.tokenizer, config.model.name or found.name, context, progress)
+        return cls(found.tokenizer, config.model.name or found.name, context, progress, found.vision)
 
     @property
     def reason(self) -> str:

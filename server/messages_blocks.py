@@ -82,8 +82,7 @@ def part_of(block: Block, kind: str, where: str, left_out: LeftOut) -> Part:
     if kind == "document":
         return text_part(_document(block, where, left_out))
     if kind == "search_result":
-        parts = _parts(block.get("content") or [], f"{where}.content", left_out)
-        texts = [part["text"] for part in parts if part["type"] == "text"]
+        texts = _texts(block.get("content") or [], f"{where}.content", left_out)
         heads = [block[name] for name in ("title", "source") if isinstance(block.get(name), str)]
         return text_part("\n".join([*heads, "\n\n".join(texts)]))
     left_out.add(kind, where)
@@ -131,6 +130,15 @@ def _parts(content: Any, where: str, left_out: LeftOut) -> list[Part]:
     return [part_of(block, kind, path, left_out) for block, kind, path in each_block(content, where, left_out)]
 
 
+def _texts(content: Any, where: str, left_out: LeftOut) -> list[str]:
+    """The texts in what becomes one text; its images are left out."""
+    parts = _parts(content, where, left_out)
+    for k, part in enumerate(parts):
+        if part["type"] != "text":
+            left_out.add("image", f"{where}.{k}")
+    return [part["text"] for part in parts if part["type"] == "text"]
+
+
 def _image(source: Block, where: str) -> Part:
     kind = text_at(source, "type", where)
     if kind == "base64":
@@ -151,8 +159,8 @@ def _document(block: Block, where: str, left_out: LeftOut) -> str:
         text = text_at(source, "data", f"{where}.source")
     elif kind == "content":
         content = source.get("content")
-        parts = [text_part(content)] if isinstance(content, str) else _parts(content, f"{where}.source.content", left_out)
-        text = "\n\n".join(part["text"] for part in parts if part["type"] == "text")
+        texts = [content] if isinstance(content, str) else _texts(content, f"{where}.source.content", left_out)
+        text = "\n\n".join(texts)
     else:
         path = f"{where}.source.type"
         media = source.get("media_type")

@@ -258,6 +258,8 @@ class _History:
             content = result_content(block, path, self._left_out)
             self._add({"role": "tool", "tool_call_id": text_at(block, "tool_use_id", path), "content": content}, path)
             self._paths.put(f"messages[{number}].tool_call_id", f"{path}.tool_use_id")
+            for k, part in enumerate(content if isinstance(content, list) else ()):
+                self._put_image(part, f"messages[{number}].content[{k}]", f"{path}.content.{k}")
         if parts or not results:
             self._add_parts("user", parts, where)
 
@@ -298,8 +300,11 @@ class _History:
         self._add({"role": role, "content": [part for part, _ in parts], **(more or {})}, where)
         for k, (part, path) in enumerate(parts):
             self._paths.put(f"messages[{number}].content[{k}]", path)
-            if part["type"] == "image_url":
-                self._paths.put(f"messages[{number}].content[{k}].image_url", f"{path}.source")
+            self._put_image(part, f"messages[{number}].content[{k}]", path)
+
+    def _put_image(self, part: Part, chat: str, path: str) -> None:
+        if part["type"] == "image_url":
+            self._paths.put(f"{chat}.image_url", f"{path}.source")
 
 
 def _call(block: Block, where: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ModelRoutes:
 
     @property
     def _vision(self) -> bool:
-        return self._turns.engine.codec.vision
+        return self._turns.engine.codec.vision is not None
 
     def _fills(self) -> bool:
         return all(self._turns.engine.tokenizer.special_id(spelling) is not None for spelling in FIM)

@@ -138,7 +138,7 @@ class TokenRoutes:
         prompt = None
         try:
             if call.chat is not None:
-                prompt = await turns.encode(exchange, call.chat, size, most=most)
+                prompt, _ = await turns.encode(exchange, call.chat, size, most=most)
             parts = await turns.lanes.run(size, lambda: self._listed(call, prompt, most))
         except RequestError as error:
             if error.lengths is None:

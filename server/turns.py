@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -19,9 +19,10 @@ from typing import Any, Protocol, TypeVar
 from forebay import __version__
 from forebay.engine.grammar_compiler import GrammarCompiler
 from forebay.engine.metrics import Metrics
-from forebay.engine.types import OutputEvent, QueueFullError, Request, UnavailableError
+from forebay.engine.types import OutputEvent, PromptImage, QueueFullError, Request, UnavailableError
 from forebay.model.chat import AnswerForm, ChatCodec, EncodedPrompt, context_overflow
 from forebay.model.errors import ForebayError
+from forebay.model.image_plan import ImagePlan
 from forebay.model.tokenizer import Tokenizer
 from forebay.server import constraints, ignored
 from forebay.server.body import decode, parse_object
@@ -30,9 +31,10 @@ from forebay.server.constraints import FREE, Held, Wanted
 from forebay.server.errors import HttpError, State, unavailable
 from forebay.server.exchange import Exchange, connection
 from forebay.server.grammar_desk import GrammarDesk, Obtain
-from forebay.server.images import FoundImage, ImageDesk, Picture
+from forebay.server.images import FoundImage
 from forebay.server.limits import Bodies, Lanes, ServerOptions
 from forebay.server.logprobs import LogprobFeed
+from forebay.server.pictures import ImageDesk, PlannedImage
 from forebay.server.protocol import ChatCall, with_bans
 from forebay.server.throttle import Pace, Ticket, current
 
@@ -79,7 +81,6 @@ class Job:
 
     Attributes:
         id: what the answer's id ends with. created: Unix seconds. model: the name as it was asked for.
-        pictures: of the messages, in their order; empty for a model that sees none, which refuses them.
     """
 
     call: ChatCall
@@ -88,7 +89,6 @@ class Job:
     id: str
     created: int
     model: str
-    pictures: Sequence[Picture] = ()
 
     def choices(self, tokenizer: Tokenizer) -> list[Choice]:
         """The choices to fill, before any event."""
@@ -127,7 +127,7 @@ class Turns:
         self.grammars = GrammarCompiler(engine.tokenizer, metrics=engine.metrics.grammars)
         self.desk = GrammarDesk(self.grammars)
         threading.Thread(target=self.grammars.vocabulary, name="forebay-vocabulary", daemon=True).start()  # not in the first request
-        self.images = ImageDesk(options.images)
+        self.images = ImageDesk(options.images, engine.codec.vision)
         self.bodies = Bodies(max(options.max_bodies, options.max_body))
         self._numbers = itertools.count()
 
@@ -192,8 +192,10 @@ class Turns:
             text = f"The model `{model[:128]}` does not exist. Available: {', '.join(self.names)}"
             raise HttpError(404, text, code="model_not_found", param="model")
 
-    async def encode(self, exchange: Exchange, call: ChatCall, size: int, *, most: int | None = None) -> EncodedPrompt:
-        """The prompt of a chat body; `call.body` is cleared.
+    async def encode(
+        self, exchange: Exchange, call: ChatCall, size: int, *, most: int | None = None
+    ) -> tuple[EncodedPrompt, dict[str, PlannedImage]]:
+        """The prompt of a chat body, and its images by their parts; `call.body` is cleared, their files count in its place.
 
         One that is longer than the context is refused early; `most` is another limit in tokens, which is kept to the token.
 
@@ -209,27 +211,41 @@ class Turns:
 
     async def count(self, exchange: Exchange, call: ChatCall, size: int) -> int:
         """Tokens of the prompt that `encode` would give, however many; `call.body` is cleared. Raises like it."""
-        return await self._through_codec(exchange, call, size, lambda **settings: self.engine.codec.count(call.body, **settings))
+        tokens, _ = await self._through_codec(exchange, call, size, lambda **settings: self.engine.codec.count(call.body, **settings))
+        exchange.claim_body(0)
+        return tokens
 
-    async def _through_codec(self, exchange: Exchange, call: ChatCall, size: int, use: Callable[..., T]) -> T:
+    async def _through_codec(
+        self, exchange: Exchange, call: ChatCall, size: int, use: Callable[..., T]
+    ) -> tuple[T, dict[str, PlannedImage]]:
         options, engine = self.options, self.engine
         thinking = options.alias_thinking.get(call.fields.model or "", options.thinking_default)
         salt = exchange.caller.salt(call.salt)
 
-        def work() -> T:
-            if not engine.codec.vision:  # otherwise `pictures` has looked, or the images are only counted
-                self.images.find(call.body, fetching=False)
+        def work(plans: Mapping[str, ImagePlan]) -> T:
             return use(
+                plans=plans,
                 default_effort=options.default_effort,
                 thinking_default=thinking,
                 strict_tool_messages=options.strict_tool_messages,
                 salt=salt,
             )
 
-        found = await self.lanes.run(size, work)
+        def look() -> tuple[list[FoundImage], T | None]:
+            """The images if there are any to be planned first, else what `use` makes of the body."""
+            found = self.images.find(call.body)
+            return (found, None) if found and engine.codec.vision is not None else ([], work({}))
+
+        found, used = await self.lanes.run(size, look)
+        images: dict[str, PlannedImage] = {}
+        if used is None:
+            images = await self.images.plan(found)
+            del found
+            plans = {part: image.plan for part, image in images.items()}
+            used = await self.lanes.run(size, lambda: work(plans))
         call.body.clear()  # nothing reads it again, and it may be megabytes
-        exchange.claim_body(0)
-        return found
+        exchange.claim_body(sum({id(image.data): len(image.data) for image in images.values()}.values()))
+        return used, images
 
     async def prepare(self, exchange: Exchange, call: ChatCall, size: int) -> Job:
         """Encode the prompt and size the output. Raises RequestError with the codec's finding, or context_length_exceeded."""
@@ -238,25 +254,36 @@ class Turns:
         else:
             wanted = constraints.read(call.body)
         call = await with_bans(call, self.lanes, self.engine.tokenizer)
-        pictures = await self.pictures(exchange, call, size) if self.engine.codec.vision else ()
-        prompt = await self.encode(exchange, call, size)
+        prompt, planned = await self.encode(exchange, call, size)
+        images = await self._shown(exchange, call, prompt, planned)
+        del planned  # the files
+        exchange.claim_body(0)
         held = await self.hold(exchange, wanted, prompt, size, salt=call.salt)
         prompt = replace(prompt, form=AnswerForm(), text="")  # megabytes that nothing reads would live as long as the answer takes
-        requests = self.requests(exchange, call, prompt.token_ids, prompt, held=held)
+        requests = self.requests(exchange, call, prompt.token_ids, prompt, held=held, images=images)
         effort = prompt.effort if prompt.thinking else "off"
         exchange.notes.update(prompt_tokens=len(prompt.token_ids), effort=effort)
         exchange.extra_headers.append((b"x-forebay-effort", str(effort).encode()))
         suffix = call.fields.request_id or call.fields.rid or exchange.request_id
         exchange.admitted = True
-        return Job(call, prompt, requests, suffix, int(time.time()), call.fields.model or self.names[0], pictures)
+        return Job(call, prompt, requests, suffix, int(time.time()), call.fields.model or self.names[0])
 
-    async def pictures(self, exchange: Exchange, call: ChatCall, size: int) -> list[Picture]:
-        """The images of a chat body, fetched and decoded. Raises RequestError naming the field, or HttpError 503 (server/images.py)."""
+    async def _shown(
+        self, exchange: Exchange, call: ChatCall, prompt: EncodedPrompt, planned: Mapping[str, PlannedImage]
+    ) -> tuple[PromptImage, ...]:
+        """What the engine gets of a prompt's images, which are decoded only if the prompt fits.
 
-        def work() -> list[FoundImage]:
-            return self.images.find(call.body, fetching=True)
+        Raises RequestError naming the field, context_length_exceeded, or HttpError 503 if other requests' images take all memory.
+        """
+        if not prompt.images:
+            return ()
+        self.room(len(prompt.token_ids), call.asked_output)
+        exchange.notes.update(images=len(prompt.images))
 
-        return await self.images.resolve(await self.lanes.run(size, work), exchange.caller.salt(call.salt))
+        def claim(size: int) -> None:
+            exchange.claim_canvases(size, self.images.canvases)
+
+        return await self.images.show(prompt.images, planned, claim, exchange.caller.salt(call.salt))
 
     async def hold(
         self,
@@ -292,6 +319,7 @@ class Turns:
         prompt: EncodedPrompt | None = None,
         param: str = "messages",
         held: Held = FREE,
+        images: tuple[PromptImage, ...] = (),
     ) -> list[Request]:
         """One engine request per choice of a prompt. Without `prompt` the answer is raw text, which nothing parses.
 
@@ -305,6 +333,7 @@ class Turns:
             Request(
                 prompt_ids=prompt_ids,
                 params=call.sampling(i, thinking=thinking, effort=effort, room=room, options=self.options),
+                images=images,
                 request_id=self.unique_id(exchange),
                 prompt=prompt,
                 prefill=call.own.prefill,

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
+from blake3 import blake3
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -24,12 +26,15 @@ from forebay.engine.llm import LLM
 from forebay.engine.metrics import Metrics
 from forebay.engine.options import EngineOptions
 from forebay.engine.runner import Runner
-from forebay.engine.types import Output, OutputEvent, PrefillMode, Request, SamplingParams
+from forebay.engine.types import Output, OutputEvent, PrefillMode, PromptImage, Request, SamplingParams
 from forebay.engine.worker import Engine
 from forebay.model.chat import ChatCodec
 from forebay.model.config import ModelConfig
+from forebay.model.image_pixels import render
+from forebay.model.image_plan import plan
 from forebay.model.network import Backbone
 from forebay.model.tokenizer import Tokenizer
+from forebay.model.vision import image_digest
 from noise_model import CONFIG, TOKENIZER, write_random
 
 WINDOW = 8  # tokens, and tokens of a block, of TINY and MEMO
@@ -44,6 +49,16 @@ _TEXT = {
 TINY: dict[str, Any] = {**CONFIG, "text_config": {**CONFIG["text_config"], **_TEXT}}
 
 
+# With eyes: a picture of up to 84 by 84 pixels becomes a span of 8 positions.
+SEEING: dict[str, Any] = {
+    **TINY,
+    "vision_config": {
+        "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "patch_size": 14,
+        "downsample_ratio": 3, "max_image_tokens": 64, "min_pixels": 7056,
+    },
+}  # fmt: skip
+
+
 @functools.cache
 def tiny_config() -> ModelConfig:
     return ModelConfig.from_dict(TINY)
@@ -56,6 +71,31 @@ def tiny_checkpoint() -> Path:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_random(folder, TINY, seed=7)
     return folder
+
+
+@functools.cache
+def seeing_checkpoint() -> Path:
+    """Folder of TINY with a vision half, gone with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="forebay-seeing-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_random(folder, SEEING, seed=7)
+    return folder
+
+
+@functools.cache
+def seeing(prefill: PrefillMode = "bounded", **options: Any) -> LLM:
+    """An engine over TINY with a vision half, as `tiny`."""
+    return LLM(str(seeing_checkpoint()), prefill=prefill, **{"max_sequences": 8, "decoder_tokens": 64, "kv_tokens": 4096, **options})
+
+
+def shown(ids: Sequence[int], at: int, pixels: np.ndarray, llm: LLM) -> tuple[list[int], PromptImage]:
+    """A prompt of `ids` with a picture [h, w, 3] uint8 before position `at`, and the picture's place in it."""
+    vision, image_id = llm.config.vision, llm.config.image_token_id
+    assert vision is not None and image_id is not None and llm.engine.encoder is not None
+    cut = plan(pixels.shape[1], pixels.shape[0], vision)
+    digest = image_digest(blake3(pixels.tobytes()).digest(), cut, llm.engine.encoder.tower.identity)
+    whole = [*ids[:at], *[image_id] * cut.tokens, *ids[at:]]
+    return whole, PromptImage(at, at + cut.tokens, cut, render(pixels, cut), digest)
 
 
 @functools.cache

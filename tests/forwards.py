@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +21,8 @@ from forebay.engine.llm import LLM
 from forebay.engine.output import OutputProcessor
 from forebay.engine.sampler import SamplingState
 from forebay.engine.sequence import Sequence as EngineSequence
-from forebay.engine.types import Request, SamplingParams
+from forebay.engine.types import PromptImage, Request, SamplingParams
+from forebay.model.image_plan import ImagePlan
 from forebay.model.ops.linear import Weight
 
 ENCODER_ONLY = 1 << 40  # as `decoder_from`: no row runs the decoder half
@@ -54,6 +56,14 @@ class Hand:
 
     def __exit__(self, *error: object) -> None:
         self.manager.release(self.sequence.cache, keep=False)
+
+    def show(self, start: int, embeddings: Tensor) -> None:
+        """From here on an image is at positions `start` on, with these embeddings [k, D]."""
+        stop, size = start + embeddings.shape[0], 14
+        plan = ImagePlan((size, size), (1, 1), (1, stop - start - 3), (size, size), (0, 0))
+        image = PromptImage(start, stop, plan, np.zeros((size, size, 3), np.uint8), bytes(32))
+        self.sequence.request = replace(self.sequence.request, images=(*self.sequence.request.images, image))
+        self.sequence.embeddings.append(embeddings)
 
     def row(
         self,

@@ -1,4 +1,4 @@
-"""Hosts that images are fetched from, as real listeners; images; and a server whose model sees them, as far as the front is concerned."""
+"""Hosts that images are fetched from, as real listeners; images; and how a model sees them, as far as the front is concerned."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import io
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from PIL import Image
 
-from forebay.model.chat import ChatCodec, EncodedPrompt
+from forebay.model.chat import ChatVision
+from forebay.model.config import VisionConfig
+from forebay.model.image_plan import ImagePlan
 
 # URLs that are always refused. P is the port of a listener on this machine, which is allowed for every host.
 FORBIDDEN = [
@@ -120,17 +122,14 @@ def asks(*urls: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}} for url in urls]}]}
 
 
-class SeeingCodec(ChatCodec):
-    """Stands for the encoding of a model with vision, which is not there yet: an image is a word of the prompt."""
+# A picture of up to 84 by 84 pixels becomes a span of 8 positions, a large one of at most 64.
+SMALL_EYES = VisionConfig(
+    num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=48, patch_size=14, downsample_ratio=3,
+    max_image_tokens=64, min_pixels=7056,
+)  # fmt: skip
+VISION = ChatVision(4087, SMALL_EYES, "tower")
 
-    vision = True
 
-    def encode(self, body: Mapping[str, Any], **options: Any) -> EncodedPrompt:
-        def text(part: Any) -> Any:
-            return {"type": "text", "text": "image"} if isinstance(part, dict) and part.get("type") == "image_url" else part
-
-        messages = [
-            {**message, "content": [text(part) for part in content] if isinstance(content := message["content"], list) else content}
-            for message in body["messages"]
-        ]
-        return super().encode({**body, "messages": messages}, **options)
+def as_it_is(width: int, height: int) -> ImagePlan:
+    """A plan that leaves all pixels as they are."""
+    return ImagePlan((width, height), (1, 1), (1, 1), (width, height), (0, 0))

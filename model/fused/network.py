@@ -6,13 +6,14 @@ which is how its tests compare it with `Backbone`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forebay.model.attention import layer_frequencies
+from forebay.model.batch import ImageRows, embed
 from forebay.model.checkpoint import Weights
 from forebay.model.fused.attention import FusedAttention
 from forebay.model.fused.engram import FusedEngram
@@ -80,7 +81,7 @@ class FusedBackbone:
         ranges = [(s.start, s.stop, s.window_from) for s in batch.spans]
         rows = self.half_rows(ranges, batch.spans, batch.window, [s.captures for s in batch.spans])
         half = Half(rows, batch.memory, self.topology.cut, 0, batch.image_mask, batch.record)
-        flow = self.run_encoder(batch.token_ids, self.engram.history(batch.token_ids, batch.lookback, batch.image_mask), half)
+        flow = self.run_encoder(batch.token_ids, self.engram.history(batch.token_ids, batch.lookback, batch.image_mask), half, batch.images)
         half.take_captures(self.config.head_dim)
         return flow
 
@@ -109,15 +110,18 @@ class FusedBackbone:
         width = self.config.candidate_topk_blocks * self.config.candidate_block_size
         return HalfRows.build(ranges, spans, window, self.ratios, self.device, captures, width)  # type: ignore[arg-type]
 
-    def run_encoder(self, token_ids: Tensor, history: Tensor | None, half: Half) -> Flow:
+    def run_encoder(self, token_ids: Tensor, history: Tensor | None, half: Half, images: Sequence[ImageRows] = ()) -> Flow:
         """The encoder half over rows that are on the device; nothing here waits for it, so a graph can capture it."""
         self._turn(half)
+        table = self.embed
+        if images:
+            table, token_ids = embed(table, token_ids, images), torch.arange(token_ids.numel(), device=self.device)
         n, config, cut = token_ids.numel(), self.config, self.topology.cut
         streams = torch.empty((n, config.hc_mult, config.hidden_size), dtype=torch.bfloat16, device=self.device)
         first = self.layers[0]
         into, made = self._input(n), self._coefficients(n)
         step = self.work.stream_step(n)
-        step.first(self.embed, token_ids, streams, first.attn_norm, into, first.attn, made)
+        step.first(table, token_ids, streams, first.attn_norm, into, first.attn, made)
         assert into.rounded is not None
         flow = Flow(streams, into.x, into.rounded, made)
         if first.engram is not None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forebay.model.batch import Span, WindowCapture
+from forebay.model.batch import ImageRows, Span, WindowCapture
 from forebay.model.memory import CacheMemory
 from forebay.model.ops.kernels.index_ops import Tiles
 from forebay.model.ops.kernels.store_ops import Step
@@ -192,6 +192,7 @@ class FusedBatch:
     window: int
     image_mask: Tensor | None = None
     record: dict[str, list[Tensor]] | None = None
+    images: Sequence[ImageRows] = ()
 
     def decoder_rows(self) -> FusedDecoderRows | None:
         """The rows that run the decoder half, or None when no span has any."""

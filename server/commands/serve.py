@@ -164,6 +164,8 @@ def build(config: Config, threads: int, progress: Callable[[int, int, str], None
         replay=cache.replay,
         max_lineage=cache.max_lineage,
         weight_cache_bytes=engine.weight_cache_bytes,
+        image_cache_bytes=engine.image_cache_bytes,
+        image_cache_ttl_s=engine.image_cache_ttl_s,
         batch_invariant=engine.batch_invariant,
         default_effort=engine.default_effort,
         poison=engine.poison,

@@ -91,11 +91,14 @@ def test_image_identity_is_the_full_digest() -> None:
     assert plain[0] == with_one[0] == with_other[0]  # before the image, the prefix is shared
     assert len({plain[1], with_one[1], with_other[1]}) == 3
     assert len({plain[3], with_one[3], with_other[3]}) == 3
-    assert with_one[1] == block_key(with_one[0], tokens[4:8], [one])
-    assert with_one[2] == block_key(with_one[1], tokens[8:12], [one])  # an image is named in every block it reaches into
+    assert with_one[1] == block_key(with_one[0], tokens[4:8], [one, struct.pack("<2q", 1, 7)])
+    # An image is named in every block it reaches into.
+    assert with_one[2] == block_key(with_one[1], tokens[8:12], [one, struct.pack("<2q", -3, 3)])
     assert with_one[3] == block_key(with_one[2], tokens[12:16])
     swapped = [chain(root, tokens, images=(ImageSpan(0, 2, a), ImageSpan(2, 4, b)))[0] for a, b in ((one, other), (other, one))]
     assert swapped[0] != swapped[1]
+    moved = chain(root, tokens, images=(ImageSpan(6, 12, one),))
+    assert moved[1] != with_one[1]  # the same tokens and picture, but elsewhere
     with pytest.raises(ValueError, match="32 bytes"):
         ImageSpan(0, 2, b"ab")
 

@@ -145,6 +145,30 @@ def test_a_full_queue_takes_the_heads_and_counts_the_rest(tmp_path: Path) -> Non
         assert store.stats().queue_blocks == 0
 
 
+def test_a_drop_that_ends_during_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are read before it, and when they are compared with what is being dropped it is over: they are gone all the same."""
+    keys = chain("a", 6)
+    with opened(tmp_path) as store:
+        put(store, keys)
+        read_rows, forget, looking = store._index.chain, store._writer._forget, threading.Event()
+
+        def late(dropped: list[bytes]) -> None:
+            looking.wait(WAIT_S)
+            forget(dropped)
+
+        def rows(*args: Any) -> Any:
+            found = read_rows(*args)
+            looking.set()
+            assert store.flush(WAIT_S)
+            return found
+
+        monkeypatch.setattr(store._writer, "_forget", late)
+        monkeypatch.setattr(store._index, "chain", rows)
+        store.drop(keys[2:4])
+        assert len(store.lookup(keys)) == 2
+        assert len(store.lookup(keys)) == 2
+
+
 def test_dropped_blocks_are_gone_queued_or_stored(tmp_path: Path) -> None:
     gate = threading.Event()
     keys = chain("a", 9)

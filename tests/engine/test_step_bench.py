@@ -88,7 +88,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> HostTimer:
         half.note(f"layer{number}.router_indices", torch.cat((rows % 4, rows * 0 - 1), 1))
         return flow
 
-    def encoder(self: FusedBackbone, token_ids: Tensor, history: Tensor | None, half: Half) -> Flow:
+    def encoder(self: FusedBackbone, token_ids: Tensor, history: Tensor | None, half: Half, images: Any = ()) -> Flow:
         n, c = token_ids.numel(), self.config
         x = torch.ones((n, c.hidden_size), dtype=torch.bfloat16)
         found.log.append(Kernel("Memset outside", 1e-6))
@@ -241,7 +241,7 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_streams_through_the_engine(timer: HostTimer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With captured steps, the graph's part and the host's are told apart."""
 
-    def fused(weights: Any, layout: Any, device: str, options: Any, progress: Any) -> FusedRunner:
+    def fused(weights: Any, layout: Any, device: str, options: Any, progress: Any, beside: int) -> FusedRunner:
         blocks, windows = launch._pools(layout, weights.config, options, device, 0)
         return FusedRunner(FusedBackbone(weights, device=device), blocks, windows, max_tokens=512, buckets=[1, 4])
 

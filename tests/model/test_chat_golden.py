@@ -13,8 +13,10 @@ from typing import Any
 import deepseek_recipe as recipe
 import pytest
 
-from forebay.model.chat import ChatCodec, ParseOptions
+from forebay.model.chat import ChatCodec, ChatVision, ParseOptions
+from forebay.model.config import real_config
 from forebay.model.errors import RequestError
+from forebay.model.image_plan import plan
 from forebay.model.tokenizer import Tokenizer
 from turns import parse
 
@@ -101,9 +103,30 @@ def test_pictures_are_refused_by_name(golden: Path, codec: ChatCodec) -> None:
     cases = [case for case in load(golden, "prompts.json") if pictured(case)]
     assert cases
     for case in cases:
-        with pytest.raises(RequestError, match="pictures are not served yet") as error:
+        with pytest.raises(RequestError, match="pictures are not served by this model") as error:
             codec.encode(case["request"])
         assert re.fullmatch(r"messages\.\d+\.content\.\d+", str(error.value.param))
+
+
+def test_prompts_with_pictures(golden: Path, released: tuple[Tokenizer, Path]) -> None:
+    """Each has one id in the vendor's prompt, where ours has its span."""
+    vision = ChatVision.of(real_config())
+    assert vision is not None
+    codec = ChatCodec(released[0], vision=vision)
+    cases = [case for case in load(golden, "prompts.json") if pictured(case)]
+    for case in cases:
+        pictures = [
+            f"messages.{i}.content.{k}"
+            for i, message in enumerate(case["request"]["messages"])
+            for k, part in enumerate(message["content"] if isinstance(message["content"], list) else ())
+            if part["type"] == "image_url"
+        ]
+        prompt = codec.encode(case["request"], plans=dict.fromkeys(pictures, plan(1, 1, vision.config)))
+        assert prompt.text == case["expected_prompt"], case["name"]
+        assert [placed.part for placed in prompt.images] == pictures and len(pictures) == case["images"]
+        inside = {place for placed in prompt.images for place in range(placed.start + 1, placed.stop)}
+        assert [token for place, token in enumerate(prompt.token_ids) if place not in inside] == case["prompt_ids"], case["name"]
+        assert len(inside) == 183 * case["images"]
 
 
 def test_parsing_starts_where_the_vendor_starts(golden: Path, codec: ChatCodec) -> None:

@@ -16,10 +16,11 @@ import torch
 from forebay.model.checkpoint import Checkpoint, expected_tensors, optional_tensors, write_checkpoint
 from forebay.model.config import ModelConfig, real_config
 from forebay.model.errors import CheckpointError, ConfigError
-from forebay.model.names import TensorSpec
+from forebay.model.names import TensorSpec, vision_tensors
 from forebay.model.random_weights import random_tensors
 from forebay.model.shards import Shard, damaged_values
 from noise_model import CONFIG, TOKENIZER
+from vision_model import TINY_VISION
 
 SMALL: dict[str, Any] = copy.deepcopy(CONFIG)
 SMALL["text_config"].update(
@@ -377,7 +378,7 @@ def test_absent_drafter_and_vision_are_said(golden: Path, tmp_path: Path) -> Non
     whole = golden / "tiny-d" / "checkpoint"
     raw = json.loads((whole / "config.json").read_text())
     stored = safetensors.torch.load_file(whole / "model.safetensors")
-    raw["vision_config"] = {"hidden_size": 32}
+    raw["vision_config"] = TINY_VISION
     backbone = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.")}
     write_checkpoint(tmp_path, raw, backbone)
     checkpoint = Checkpoint.open(tmp_path)
@@ -386,12 +387,17 @@ def test_absent_drafter_and_vision_are_said(golden: Path, tmp_path: Path) -> Non
     assert any("lacks its 3 draft stages" in note for note in checkpoint.notes)
     assert any("lacks its vision tower" in note for note in checkpoint.notes)
 
-    write_checkpoint(tmp_path, raw, stored | {"vision.norm.weight": torch.ones(32, dtype=torch.bfloat16)})
+    write_checkpoint(tmp_path, raw, stored | vision_half(raw))
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.has_drafts
     assert checkpoint.has_vision
     assert checkpoint.notes == ()
-    assert checkpoint.parts()["vision"] == 64
+    assert checkpoint.parts()["vision"] == sum(2 * t.numel() for t in vision_half(raw).values())
+
+    write_checkpoint(tmp_path, raw | {"vision_config": None}, stored | vision_half(raw))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not checkpoint.has_vision
+    assert any("vision tensors are present but the configuration has no vision_config" in note for note in checkpoint.notes)
 
     half = {name: tensor for name, tensor in stored.items() if not name.startswith("mtp.1.ffn.gate")}
     half["mtp.0.main_norm.weight"] = torch.ones(65, dtype=torch.bfloat16)
@@ -404,6 +410,47 @@ def test_absent_drafter_and_vision_are_said(golden: Path, tmp_path: Path) -> Non
     raw["text_config"]["num_nextn_predict_layers"] = 0
     write_checkpoint(tmp_path, raw, stored)
     assert any("num_nextn_predict_layers is 0" in note for note in Checkpoint.open(tmp_path).notes)
+
+
+def vision_half(raw: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(spec.shape, dtype=torch.bfloat16) for name, spec in vision_tensors(ModelConfig.from_dict(raw)).items()}
+
+
+def test_a_vision_half_is_checked(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    raw = SMALL | {"image_token_id": 95, "vision_config": TINY_VISION}
+    half = vision_half(raw)
+    patches = half["vision.patch_embed.proj.weight"]
+    write_checkpoint(tmp_path, raw, tensors | half | {"vision.patch_embed.proj.weight": patches.view(64, 3, 14, 14)})
+    assert Checkpoint.open(tmp_path).specs["vision.patch_embed.proj.weight"].shape == (64, 3, 14, 14)
+
+    write_checkpoint(tmp_path, raw, tensors | half | {"vision.patch_embed.proj.weight": torch.ones(64, 3, 13, 13, dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=r"\[64, 3, 13, 13\], the configuration needs \[64, 588\]"):
+        Checkpoint.open(tmp_path)
+
+    del half["vision.blocks.1.attn.wo.bias"]
+    half["aligner.w1.weight"] = half["aligner.w1.weight"].T.contiguous()
+    half["image_newline"] = half["image_newline"].float()
+    half["vision.blocks.2.norm1.weight"] = torch.ones(64, dtype=torch.bfloat16)
+    half["vision.patch_embed.proj.weight"] = patches.view(64, 14, 14, 3).contiguous()
+    write_checkpoint(tmp_path, raw, tensors | half)
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(tmp_path)
+    text = caught.value.message
+    assert "missing tensors (1), wrong shapes (2), wrong dtypes (1), unknown tensors (1)" in text
+    assert "vision.blocks.1.attn.wo.bias (vision): BF16 [64]" in text
+    assert "[576, 64], the configuration needs [64, 576]" in text
+    assert "[64, 14, 14, 3], the configuration needs [64, 588]" in text
+    assert "image_newline in model" in text and "F32, expected BF16" in text
+    assert "vision.blocks.2.norm1.weight in model" in text
+
+
+def test_released_tensors_add_up() -> None:
+    """Number and payload bytes of all tensors, to the byte: so every dtype and shape is the stored one (spec/model.md §11)."""
+    config = real_config()
+    vision = vision_tensors(config)
+    assert (len(vision), sum(spec.nbytes for spec in vision.values())) == (266, 970_536_960)
+    every = expected_tensors(config) | optional_tensors(config) | vision
+    assert (len(every), sum(spec.nbytes for spec in every.values())) == (96_085, 510_286_023_000)
 
 
 def test_other_architectures_and_paths(folder: Path, tmp_path: Path) -> None:

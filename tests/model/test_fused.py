@@ -77,12 +77,15 @@ def same(here: Tensor, there: Tensor) -> bool:
 
 
 def test_prompts_agree(backbone: FusedBackbone) -> None:
-    """Two sequences in one batch, one of them in two chunks; memory that was never written is poison."""
+    """Two sequences in one batch, one of them in two chunks, with images, one of them in both; memory that was never written is poison."""
+    seen = torch.randn((7, 64), generator=torch.Generator().manual_seed(5)).bfloat16()
     records: list[dict[str, list[Tensor]]] = []
     results = []
     for make in (reference, lambda: fused(backbone)):
         record: dict[str, list[Tensor]] = {}
         with make() as llm, Hand(llm, ids(14)) as long, Hand(llm, ids(4, 1)) as brief:
+            long.show(6, seen[:5])
+            brief.show(1, seen[5:])
             step(llm, [long.row(0, 9, decoder_from=ENCODER_ONLY)], record)  # the decoder half's windows stay poison below their floor
             logits = step(llm, [brief.row(0, 4), long.row(9, 14, decoder_from=11, decoder_window_from=11)], record)
             results.append((logits, long.stored(14), brief.stored(4)))
@@ -104,11 +107,13 @@ def test_prompts_agree(backbone: FusedBackbone) -> None:
 def test_generated_tokens_agree(backbone: FusedBackbone) -> None:
     """A token of two sequences in a step of four rows: the others are padding. One ends at a boundary, and its window is copied. Their
     prompts are the reference's in both cases."""
-    results = []
+    results, seen = [], torch.ones((1, 64), dtype=torch.bfloat16)
     lengths = (2, 11)
     for device, network in (("cpu", None), (DEVICE, backbone)):
         with reference(device) as llm, Hand(llm, ids(3)) as a, Hand(llm, ids(12, 1)) as b:
             hands = (a, b)
+            a.show(1, seen)  # what is generated must not look back over it
+            a.sequence.prompt_tokens = 2
             for hand, length in zip(hands, lengths, strict=True):
                 step(llm, [hand.row(0, length)])
             if network is not None:

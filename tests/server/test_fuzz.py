@@ -31,6 +31,7 @@ from forebay.server.openapi import BODIES as DESCRIBED
 from forebay.server.openapi import document
 from forebay.server.protocol import KNOWN
 from fuzz_requests import BODIES, HI, Mutant, mutants, packets
+from image_hosts import VISION
 from script_engine import Script, ScriptEngine, serve
 
 COUNT, _, SEED = os.environ.get("FUZZ_REQUESTS", "2000").partition(":")
@@ -166,7 +167,7 @@ def test_schemas_that_the_fuzz_found(properties: Any, stream: bool) -> None:
 def test_mutated_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     """No 5xx, no stuck request, memory flat, and a good request is answered in its usual time afterwards."""
     engine = ScriptEngine(max_context=4096)
-    engine.codec = ChatCodec(engine.tokenizer, cache_bytes=1 << 20)  # what is meant to be remembered would hide what is not
+    engine.codec = ChatCodec(engine.tokenizer, vision=VISION, cache_bytes=1 << 20)  # what is meant to be remembered would hide what is not
     texts = ["Hello there.", "Hm.</think>Hello there.", '{"x": 1}', "é\U0001f600 ok"]
     scripts = [Script([*engine.ids(text), engine.tokenizer.eos_id or 0], per_event=3) for text in texts]
     engine.answer = scripts[0]

@@ -16,13 +16,14 @@ import httpx
 import openai
 import pytest
 
+from forebay.model.chat import ChatCodec
 from forebay.model.errors import ConfigError, RequestError
 from forebay.server.config import load
 from forebay.server.image_address import Policy
 from forebay.server.image_header import read_header
 from forebay.server.images import FoundImage, find_images, read_data_url
 from forebay.server.limits import ImageOptions, ServerOptions
-from image_hosts import FORBIDDEN, SeeingCodec, asks, data_url, origin, picture, reply
+from image_hosts import FORBIDDEN, VISION, asks, data_url, origin, picture, reply
 from script_engine import ScriptEngine, Served, serve
 
 PNG = picture()
@@ -68,7 +69,7 @@ def declares(width: int, height: int) -> bytes:
 )
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
 def test_every_spelling_of_a_part(part: dict[str, Any], where: str, role: str) -> None:
-    assert find(one(part, role)) == [FoundImage(f"messages.0.content.1.{where}", PNG)]
+    assert find(one(part, role)) == [FoundImage("messages.0.content.1", f"messages.0.content.1.{where}", PNG, (8, 6))]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_every_spelling_of_a_part(part: dict[str, Any], where: str, role: str) -
     ],
 )  # fmt: skip
 def test_spellings_of_a_data_url(url: str) -> None:
-    assert find(asks(url)) == [FoundImage("messages.0.content.0.image_url", PNG)]
+    assert find(asks(url)) == [FoundImage("messages.0.content.0", "messages.0.content.0.image_url", PNG, (8, 6))]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_header_that_never_comes_costs_little() -> None:
 def seeing() -> Iterator[Served]:
     """A server whose model sees images, which may fetch from this machine."""
     engine = ScriptEngine()
-    engine.codec = SeeingCodec(engine.tokenizer)
+    engine.codec = ChatCodec(engine.tokenizer, vision=VISION)
     images = ImageOptions(fetch=True, hosts=("127.0.0.1", "*"), workers=1)
     with serve(engine, ServerOptions(images=images)) as served:
         yield served
@@ -286,7 +287,9 @@ def test_without_vision_every_image_is_refused_and_none_fetched(served: Served) 
                 answer = httpx.post(served.url + path, json=body)
                 assert answer.status_code == 400, (path, answer.text)
                 error = answer.json()["error"]
-                code, text = ("invalid_image_url", "cannot be used") if "http://" in url else ("unsupported_value", "not served yet")
+                code, text = ("unsupported_value", "not served")
+                if "http://" in url:
+                    code, text = ("invalid_image_url", "cannot be used")
                 assert text in error["message"], (path, error)
                 assert error.get("code", code) == code
         assert host.connections == 0
@@ -323,7 +326,7 @@ def test_official_clients_see_the_refusal(served: Served, client: openai.OpenAI)
 @pytest.mark.case("B101")
 def test_with_vision_forbidden_urls_reach_nobody() -> None:
     engine = ScriptEngine()
-    engine.codec = SeeingCodec(engine.tokenizer)
+    engine.codec = ChatCodec(engine.tokenizer, vision=VISION)
     with origin(reply(PNG)) as host, origin(reply(PNG), host="::1") as other:
         images = ImageOptions(fetch=True, hosts=("*", f"*:{host.port}", f"*:{other.port}"))
         with serve(engine, ServerOptions(images=images)) as served:

@@ -22,13 +22,18 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from blake3 import blake3
 from PIL import Image
 
+from forebay.model.chat import ChatCodec, PlacedImage
 from forebay.model.errors import ForebayError, RequestError
+from forebay.model.image_pixels import render
+from forebay.model.image_plan import ImagePlan, plan
+from forebay.server.image_header import read_header
 from forebay.server.image_pool import PROGRAM, DecodePool
-from forebay.server.images import FoundImage, ImageDesk, Picture, PictureCache
 from forebay.server.limits import ImageOptions, ServerOptions
-from image_hosts import SeeingCodec, asks, data_url, origin, picture, reply, rgb
+from forebay.server.pictures import ImageDesk, Picture, PictureCache, PlannedImage
+from image_hosts import VISION, as_it_is, asks, data_url, origin, picture, reply, rgb
 from script_engine import ScriptEngine, serve
 
 PNG = picture()
@@ -60,6 +65,14 @@ async def pool(**options: Any) -> AsyncIterator[DecodePool]:
         made.close()
 
 
+async def decoded(made: DecodePool, data: bytes = PNG, size: tuple[int, int] | None = None) -> bytes:
+    """All pixels of a file, of the size that Pillow finds."""
+    size = size or Image.open(io.BytesIO(data)).size
+    found = await made.render(data, size, as_it_is(*size))
+    assert found.digest == blake3(found.rgb).digest()
+    return found.rgb
+
+
 def programs(made: DecodePool) -> list[int]:
     return [program._process.pid for program in made._programs if program._process is not None]
 
@@ -72,8 +85,7 @@ def test_pixels_are_those_that_pillow_decodes_here(mode: str) -> None:
                                 "WEBP": {"RGB", "RGBA"}}.items():  # fmt: skip
                 if mode in modes:
                     data = picture(kind, (31, 17), mode)
-                    decoded = await made.decode(data, 8192)
-                    assert (decoded.width, decoded.height, decoded.rgb) == (31, 17, rgb(data))
+                    assert await decoded(made, data, (31, 17)) == rgb(data)
 
     asyncio.run(run())
 
@@ -96,7 +108,8 @@ def test_odd_but_valid_files() -> None:
     async def run() -> None:
         async with pool(workers=1) as made:
             for file in files:
-                assert (await made.decode(file, 8192)).rgb == rgb(file)
+                header = read_header(file)
+                assert await decoded(made, file, (header.width, header.height)) == rgb(file)
             pid = programs(made)
             assert made.failures == 0 and len(pid) == 1
 
@@ -113,12 +126,12 @@ def test_damaged_files_are_refused_and_the_next_one_is_decoded() -> None:
         async with pool(workers=1) as made:
             for data in broken:
                 with pytest.raises(RequestError) as caught:
-                    await made.decode(data, 8192)
+                    await decoded(made, data, (300, 200))
                 assert caught.value.code == "image_parse_error"
-                assert (await made.decode(PNG, 8192)).rgb == rgb(PNG)
-            with pytest.raises(RequestError) as caught:  # whoever asks, the program has the last look at the size
-                await made.decode(declares(9000, 9000), 8192)
-            assert caught.value.code == "image_too_large"
+                assert await decoded(made) == rgb(PNG)
+            with pytest.raises(RequestError, match="9000 by 9000 pixels where its header says 8 by 6") as caught:
+                await decoded(made, declares(9000, 9000), (8, 6))  # the program has the last look at what decoding will take
+            assert caught.value.code == "image_parse_error"
             assert made.failures == 0
 
     asyncio.run(run())
@@ -128,18 +141,20 @@ def test_damaged_files_are_refused_and_the_next_one_is_decoded() -> None:
 def test_a_bomb_ends_its_own_process_only() -> None:
     bomb = blank_png(8000)
     assert len(bomb) < 300_000
+    small_canvas = as_it_is(84, 84)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     async def run() -> None:
         async with pool(workers=2, decode_memory=256 << 20) as small, pool(workers=2, decode_timeout_s=0.2) as hasty:
-            assert (await small.decode(PNG, 8192)).width == 8
-            asked = [(small, bomb), (small, PNG), (small, bomb), (hasty, bomb)]
-            results = await asyncio.gather(*(made.decode(data, 8192) for made, data in asked), return_exceptions=True)
+            assert await decoded(small) == rgb(PNG)
+            asked = [(small, bomb, 8000, 8000), (small, PNG, 8, 6), (small, bomb, 8000, 8000), (hasty, bomb, 8000, 8000)]
+            drawn = (made.render(data, (width, height), small_canvas) for made, data, width, height in asked)
+            results = await asyncio.gather(*drawn, return_exceptions=True)
             for result in (results[0], results[2], results[3]):
                 assert isinstance(result, RequestError) and result.code in ("image_too_large", "image_parse_error"), result
             assert not isinstance(results[1], BaseException)
             assert hasty.failures == 1  # by its clock
-            assert (await small.decode(PNG, 8192)).rgb == (await hasty.decode(PNG, 8192)).rgb == rgb(PNG)
+            assert await decoded(small) == await decoded(hasty) == rgb(PNG)
 
     asyncio.run(run())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
@@ -148,20 +163,20 @@ def test_a_bomb_ends_its_own_process_only() -> None:
 def test_a_program_that_dies_or_hangs_is_replaced() -> None:
     async def run() -> None:
         async with pool(workers=1, decode_timeout_s=0.3) as made:
-            await made.decode(PNG, 8192)
+            await decoded(made)
             (pid,) = programs(made)
             os.killpg(pid, signal.SIGKILL)
             with contextlib.suppress(RequestError):  # it may or may not have been noticed before
-                await made.decode(PNG, 8192)
-            assert (await made.decode(PNG, 8192)).rgb == rgb(PNG)
+                await decoded(made)
+            assert await decoded(made) == rgb(PNG)
             (second,) = programs(made)
             assert second != pid
             os.killpg(second, signal.SIGSTOP)
             begun = time.monotonic()
             with pytest.raises(RequestError):
-                await made.decode(PNG, 8192)
+                await decoded(made)
             assert time.monotonic() - begun < 5
-            assert (await made.decode(PNG, 8192)).rgb == rgb(PNG)
+            assert await decoded(made) == rgb(PNG)
             last = programs(made)
         for pid in last:
             with pytest.raises(ProcessLookupError):
@@ -182,21 +197,21 @@ tries = {{
     "socket": lambda: socket.socket(), "fork": os.fork, "exec": lambda: os.execv("/bin/true", ["true"]),
     "kill": lambda: os.kill(os.getppid(), 0), "pipe": os.pipe, "unlink": lambda: os.unlink("/tmp/none"), "list": lambda: os.listdir("/"),
 }}
-def decode(data, side):
+def render(*request):
     found = {{}}
     for name, attempt in tries.items():
         try:
             attempt(); found[name] = 0
         except OSError as error:
             found[name] = error.errno
-    return 1, 0, 0, json.dumps(found).encode()
-worker.decode = decode
+    return 1, json.dumps(found).encode()
+worker.render = render
 worker.main(1 << 31, 5.0)
 """
     process = subprocess.Popen([sys.executable, "-I", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    answer, ends = process.communicate(struct.pack("<QI", 3, 9) + b"abc", timeout=60)
+    answer, ends = process.communicate(struct.pack("<QIIIIIIII", 3, *range(1, 9)) + b"abc", timeout=60)
     assert ends[:1] == b"\0", ends
-    _, filtered, _, _, size = struct.unpack_from("<BBIIQ", answer)
+    _, filtered, size = struct.unpack_from("<BBQ", answer)
     found = json.loads(answer[-size:])
     if not filtered:
         pytest.skip("this system cannot filter system calls")
@@ -212,7 +227,7 @@ def test_a_decoder_that_cannot_start_is_no_fault_of_the_image(monkeypatch: pytes
         async with pool(workers=1) as made:
             for data in (PNG, bytes(1 << 20)):  # the second does not fit into a pipe
                 with pytest.raises(ForebayError, match="nothing_of_this_name") as caught:
-                    await made.decode(data, 8192)
+                    await decoded(made, data, (8, 6))
                 assert caught.value.status == 500
 
     asyncio.run(run())
@@ -223,7 +238,7 @@ def test_a_decoder_has_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> None:
         async with pool(workers=1) as made:
-            await made.decode(PNG, 8192)
+            await decoded(made)
             (pid,) = programs(made)
             assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
             assert sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"]
@@ -234,34 +249,96 @@ def test_a_decoder_has_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatc
 # ---- the desk
 
 
-def test_pictures_are_remembered_by_content_and_tenant() -> None:
-    other = picture(size=(4, 4))
+def planned(data: bytes, width: int, height: int, longest: int | None = None) -> PlannedImage:
+    return PlannedImage("messages.7.content.1.image_url", data, (width, height), plan(width, height, VISION.config, longest=longest))
+
+
+def desk(**options: Any) -> ImageDesk:
+    return ImageDesk(ImageOptions(workers=1, **options), VISION)
+
+
+def test_a_canvas_is_what_the_reference_draws() -> None:
+    """By the program, which can import nothing of ours, as by `render`."""
 
     async def run() -> None:
-        desk = ImageDesk(ImageOptions(workers=1))
+        made = desk()
         try:
-            found = desk.find(asks(URL, data_url(other), data_url(PNG, "gif")), fetching=True)
-            pictures = await desk.resolve(found, "a")
-            assert [p.pixels.shape for p in pictures] == [(6, 8, 3), (4, 4, 3), (6, 8, 3)]
-            assert pictures[0].pixels.tobytes() == rgb(PNG) and not pictures[0].pixels.flags.writeable
-            assert pictures[0].digest == pictures[2].digest != pictures[1].digest
-            misses = desk.cache.misses
-            again = await desk.resolve(found, "a")
-            assert desk.cache.misses == misses and all(a.pixels is b.pixels for a, b in zip(again[:2], pictures[:2], strict=True))
-            await desk.resolve(found[:1], "b")
-            assert desk.cache.misses == misses + 1
+            for kind, size, mode, longest in (
+                ("PNG", (8, 6), "RGB", None), ("PNG", (640, 480), "L", None), ("JPEG", (1500, 40), "RGB", None),
+                ("WEBP", (70, 900), "RGBA", None), ("GIF", (600, 700), "P", 512), ("PNG", (84, 84), "RGB", None),
+                ("PNG", (1, 60), "RGB", None),
+            ):  # fmt: skip
+                data = picture(kind, size, mode)
+                image = planned(data, *size, longest)
+                pixels = np.frombuffer(rgb(data), np.uint8).reshape(size[1], size[0], 3)
+                (found,) = await made.render([image])
+                assert np.array_equal(found.canvas, render(pixels, image.plan)), (kind, size)
+                assert found.digest == VISION.digest(blake3(found.canvas.tobytes()).digest(), image.plan)
+        finally:
+            made.close()
+
+    asyncio.run(run())
+
+
+def test_pictures_are_remembered_by_content_plan_and_tenant() -> None:
+    other, large = picture(size=(4, 4)), picture(size=(2000, 1000))
+
+    async def run() -> None:
+        made = desk()
+        try:
+            asked = [planned(PNG, 8, 6), planned(other, 4, 4), planned(bytes(bytearray(PNG)), 8, 6)]
+            pictures = await made.render(asked, "a")
+            assert pictures[0] is pictures[2] and not pictures[0].canvas.flags.writeable
+            assert pictures[0].digest != pictures[1].digest
+            misses = made.cache.misses
+            again = await made.render(asked, "a")
+            assert made.cache.misses == misses and all(a is b for a, b in zip(again, pictures, strict=True))
+            await made.render(asked[:1], "b")
+            assert made.cache.misses == misses + 1
+            high, low = await made.render([planned(large, 2000, 1000), planned(large, 2000, 1000, 50)], "a")
+            assert high.canvas.shape != low.canvas.shape and high.digest != low.digest
+            assert made.cache.misses == misses + 3
+            damaged = planned(picture("JPEG", (99, 99))[:400], 99, 99)
             with pytest.raises(RequestError) as caught:
-                await desk.resolve([*found, FoundImage("messages.7.content.1.image_url", picture("JPEG", (99, 99))[:400])])
+                await made.render([*asked, damaged])
             assert (caught.value.param, caught.value.code) == ("messages.7.content.1.image_url", "image_parse_error")
         finally:
-            desk.close()
+            made.close()
+
+    asyncio.run(run())
+
+
+def test_equal_pictures_of_a_request_are_decoded_once() -> None:
+    async def run() -> None:
+        made = desk(cache_bytes=0)
+        try:
+            plain = made.pool.render
+
+            async def count(*arguments: Any) -> Any:
+                drawn.append(1)
+                return await plain(*arguments)
+
+            made.pool.render = count  # type: ignore[method-assign]
+            drawn: list[int] = []
+            first, *others = await made.render([planned(bytes(bytearray(PNG)), 8, 6) for _ in range(5)])
+            assert drawn == [1]
+            assert all(picture.canvas is first.canvas for picture in others)
+            claimed: list[int] = []
+            places = [PlacedImage(str(number), 10 * number, 10 * number + 10) for number in range(5)]
+            shown = await made.show(places, {place.part: planned(bytes(bytearray(PNG)), 8, 6) for place in places}, claimed.append)
+            assert claimed == [first.canvas.nbytes]
+            assert [(image.start, image.stop, image.plan.tokens) for image in shown] == [(10 * n, 10 * n + 10, 10) for n in range(5)]
+        finally:
+            made.close()
 
     asyncio.run(run())
 
 
 def test_the_cache_keeps_to_its_budget() -> None:
-    def entry(number: int, size: int) -> tuple[tuple[str, bytes], Picture]:
-        return ("", bytes([number])), Picture(np.zeros((1, size, 3), np.uint8), bytes([number]))
+    key = planned(PNG, 8, 6).plan
+
+    def entry(number: int, size: int) -> tuple[tuple[str, bytes, ImagePlan], Picture]:
+        return ("", bytes([number]), key), Picture(np.zeros((1, size, 3), np.uint8), bytes([number]))
 
     cache = PictureCache(300)
     for number in range(5):
@@ -290,7 +367,7 @@ def test_with_vision_images_are_fetched_decoded_and_bad_ones_harm_nobody() -> No
 
     with origin(answer) as host:
         engine = ScriptEngine()
-        engine.codec = SeeingCodec(engine.tokenizer)
+        engine.codec = ChatCodec(engine.tokenizer, vision=VISION)
         images = ImageOptions(fetch=True, hosts=(f"127.0.0.1:{host.port}",), allow_private=True, workers=2, decode_memory=256 << 20)
         with serve(engine, ServerOptions(images=images)) as served:
             base = f"http://127.0.0.1:{host.port}"
@@ -299,7 +376,7 @@ def test_with_vision_images_are_fetched_decoded_and_bad_ones_harm_nobody() -> No
                 return httpx.post(f"{served.url}/v1/chat/completions", json=asks(*urls), timeout=60)
 
             assert post(f"{base}/a", URL).status_code == 200
-            assert engine.text().count("image") == 2
+            assert [image.canvas.shape for image in engine.requests[-1].images] == [(84, 98, 3)] * 2
             assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["capabilities"]["vision"] is True
             slow = threading.Thread(target=post, args=(f"{base}/slow",))
             slow.start()

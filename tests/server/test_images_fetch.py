@@ -20,9 +20,10 @@ from forebay.model.errors import ForebayError, RequestError
 from forebay.server.errors import HttpError
 from forebay.server.image_address import Policy, is_public, parse_url, split_entry
 from forebay.server.image_fetch import Budget, ImageFetcher
-from forebay.server.images import ImageDesk, find_images
+from forebay.server.images import find_images
 from forebay.server.limits import ImageOptions
-from image_hosts import FORBIDDEN, Origin, asks, origin, picture, reply
+from forebay.server.pictures import ImageDesk
+from image_hosts import FORBIDDEN, VISION, Origin, asks, origin, picture, reply
 
 PNG = picture()
 
@@ -334,12 +335,12 @@ def test_a_host_that_cannot_be_reached_may_answer_later(names: dict[str, list[li
 
 
 def resolve(body: dict[str, Any], options: ImageOptions) -> int:
-    """Pictures of a body; the number of them."""
+    """Images of a body; the number of them that are planned."""
 
     async def run() -> int:
-        desk = ImageDesk(options)
+        desk = ImageDesk(options, VISION)
         try:
-            return len(await desk.resolve(desk.find(body, fetching=True)))
+            return len(await desk.plan(desk.find(body)))
         finally:
             desk.close()
 

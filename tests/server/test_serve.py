@@ -344,6 +344,8 @@ def test_every_engine_setting_reaches_the_engine(monkeypatch: pytest.MonkeyPatch
         "max_queue_wait_s": 8.0,
         "aging_s": 9.0,
         "weight_cache_bytes": 10_000,
+        "image_cache_bytes": 12_000,
+        "image_cache_ttl_s": 13.0,
         "default_effort": 11,
         "poison": True,
         "batch_invariant": False,
