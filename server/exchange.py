@@ -153,6 +153,10 @@ class Exchange:
                 raise HttpError(503, text, code="overloaded", retry_after=1)
             self._claimed = size
 
+    def claim_more(self, size: int) -> None:
+        """The body, or files that it names, take `size` bytes more. Raises like `claim_body`."""
+        self.claim_body(self._claimed + size)
+
     def claim_canvases(self, size: int, canvases: Bodies) -> None:
         """Say how much memory what the model sees takes, until the exchange has ended. Raises HttpError 503 if there is not so much."""
         if not canvases.change(0, size, _SMALL_CANVASES):

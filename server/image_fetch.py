@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urljoin
 
@@ -30,17 +31,19 @@ MAX_TRIED = 2  # addresses of one name
 
 @dataclass
 class Budget:
-    """What the images of one request may have in all, in bytes."""
+    """What the images of one request may have in all, in bytes. `claim` is told of all that is taken, and raises if there is no memory."""
 
     left: int
     limit: int
+    claim: Callable[[int], None] = lambda size: None
 
     def take(self, size: int) -> None:
-        """Raises RequestError image_too_large."""
+        """Raises RequestError image_too_large, or what `claim` raises."""
         self.left -= size
         if self.left < 0:
             text = f"The images of this request have more than {_size(self.limit)} together. Send fewer or smaller ones."
             raise RequestError(text, code="image_too_large")
+        self.claim(size)
 
 
 def too_many_bytes(limit: int) -> RequestError:

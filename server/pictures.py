@@ -70,14 +70,16 @@ class ImageDesk:
         """See `find_images`."""
         return find_images(body, self.options, self.policy, fetching=self.vision is not None)
 
-    async def plan(self, found: Sequence[FoundImage]) -> dict[str, PlannedImage]:
+    async def plan(self, found: Sequence[FoundImage], claim: Callable[[int], None]) -> dict[str, PlannedImage]:
         """The images of a request by their parts, planned; equal URLs are fetched once. Of a file no more than its header is read.
+
+        `claim` is told of bytes as they come, and raises if there is no room for them.
 
         Raises RequestError naming the field, or HttpError 503 for a host that may answer later. The first finding ends the others' work.
         """
         options = self.options
         side = options.many_side if len(found) >= options.many else options.max_side
-        budget = Budget(options.max_request_bytes, options.max_request_bytes)
+        budget = Budget(options.max_request_bytes, options.max_request_bytes, claim)
         for image in found:
             budget.take(len(image.data or b""))
         pixels, counted = 0, set[int]()

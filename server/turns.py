@@ -239,7 +239,7 @@ class Turns:
         found, used = await self.lanes.run(size, look)
         images: dict[str, PlannedImage] = {}
         if used is None:
-            images = await self.images.plan(found)
+            images = await self.images.plan(found, exchange.claim_more)
             del found
             plans = {part: image.plan for part, image in images.items()}
             used = await self.lanes.run(size, lambda: work(plans))

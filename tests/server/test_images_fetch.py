@@ -69,6 +69,33 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     return table
 
 
+def test_what_comes_is_claimed_as_it_comes() -> None:
+    """So that many large files that are fetched at once are not in memory before anybody has asked for room."""
+    file = picture() + bytes(3 << 20)
+    claimed: list[int] = []
+
+    def claim(size: int) -> None:
+        claimed.append(size)
+        if sum(claimed) > 2 << 20:
+            raise HttpError(503, "no room", code="overloaded", retry_after=1)
+
+    async def run(url: str, options: ImageOptions, budget: Budget) -> bytes:
+        fetcher = ImageFetcher(options, Policy(options.hosts, allow_private=options.allow_private))
+        try:
+            return await fetcher.fetch(parse_url(url), budget)
+        finally:
+            await fetcher.close()
+
+    with origin(reply(file)) as host:
+        options, url = local(host), f"http://127.0.0.1:{host.port}/a.png"
+        with pytest.raises(HttpError) as caught:
+            asyncio.run(run(url, options, Budget(1 << 30, 1 << 30, claim)))
+        assert caught.value.status == 503 and 2 << 20 < sum(claimed) < 3 << 20
+        claimed.clear()
+        small = Budget(1 << 30, 1 << 30, claimed.append)
+        assert len(asyncio.run(run(url, options, small))) == len(file) == sum(claimed)
+
+
 # ---- where from
 
 
@@ -340,7 +367,7 @@ def resolve(body: dict[str, Any], options: ImageOptions) -> int:
     async def run() -> int:
         desk = ImageDesk(options, VISION)
         try:
-            return len(await desk.plan(desk.find(body)))
+            return len(await desk.plan(desk.find(body), lambda size: None))
         finally:
             desk.close()
 
