@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -319,6 +320,9 @@ def test_a_real_store_is_counted(tmp_path: Path) -> None:
 
     try:
         m.attach(lambda: m.ssd(store.stats(), *store.take_ages()))
+        deadline = time.monotonic() + 10
+        while store.stats().rebuilding and time.monotonic() < deadline:  # a new store looks for blocks first
+            time.sleep(0.001)
         before = read(m)
         assert store.put(blocks, payload, bytes(16)) == 4
         assert store.flush(10)
