@@ -16,6 +16,7 @@ from forebay.engine.encoder import EmbeddingCache
 from forebay.engine.llm import LLM
 from forebay.engine.types import EngineError, Output, PromptImage, Request
 from forebay.model.errors import RequestError
+from forebay.model.image_pixels import patchify
 from forebay.model.vision import VisionTower
 
 
@@ -78,6 +79,42 @@ def test_chunks_and_company_change_nothing(rows: int, llm: LLM) -> None:
     narrow = fresh(seeing(encoder_tokens=rows, decoder_tokens=64))
     together = [request(narrow, 25, (3, 1), (14, 2), number=1), request(narrow, 9, (9, 3), number=2), request(narrow, 12, (0, 4), number=3)]
     assert [text(output) for output in narrow.run([*together, Request(prompt(30, 9), greedy(20))])[:3]] == alone
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+def test_what_the_network_is_told(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every position, computed from the request alone: whether an image is there, what is seen, and which tokens are before it; those
+    are barriers in the text after an image, in generated tokens too."""
+    llm = fresh(seeing(encoder_tokens=rows, decoder_tokens=64))
+    assert llm.engine.encoder is not None
+    one = request(llm, 14, (3, 1), (13, 2), count=4)
+    tower, plain, covered = llm.engine.encoder.tower, llm.engine.runner.batch, 0
+    seen = {i.start: tower.encode(patchify(i.canvas, tower.config), i.plan) for i in one.images}
+
+    def batch(composed: Any, *rest: Any) -> Any:
+        nonlocal covered
+        found = plain(composed, *rest)
+        (row,) = composed
+        inside = [next((i for i in one.images if i.start <= p < i.stop), None) for p in range(row.stop)]
+        here = inside[row.start :]
+        mask = torch.zeros(len(here), dtype=torch.bool) if found.image_mask is None else found.image_mask
+        assert mask.tolist() == [i is not None for i in here]
+        told = {part.first + k: rows for part in found.images for k, rows in enumerate(part.embeddings)}
+        assert told.keys() == {k for k, i in enumerate(here) if i is not None}
+        for k, image in enumerate(here):
+            p = row.start + k
+            if image is not None:
+                assert torch.equal(told[k], seen[image.start][p - image.start])
+            else:
+                assert int(found.token_ids[k]) == row.sequence.tokens[p]
+            before = [row.sequence.tokens[q] if q >= 0 and inside[q] is None else -1 for q in range(p - 1, p - 4, -1)]
+            assert found.lookback[k].tolist() == before
+        covered = max(covered, row.stop)
+        return found
+
+    monkeypatch.setattr(llm.engine.runner, "batch", batch)
+    llm.run([one])
+    assert covered == len(one.prompt_ids) + 3
 
 
 def test_a_cached_picture_is_not_encoded(llm: LLM, encoded: list[int]) -> None:

@@ -8,12 +8,8 @@ sums that count steps (see `words`) are single operations.
 
 from __future__ import annotations
 
-_LEAST = """min.u16x2 x, x, m;
-min.u16x2 y, y, seven;
-min.u16x2 x, x, y;
-shr.b32 y, $W, 12;
-lop3.b32 T, x, y, 0x00070007, 0xE4;
-"""
+from forebay.model.ops.kernels.words import LEAST, of_four
+
 _SPLIT = (
     """and.b32 m, $W, 0x7FFF7FFF;
 mul.rn.bf16x2 x, m, $L;
@@ -22,7 +18,7 @@ fma.rn.bf16x2 x, m, two, one;
 fma.rn.bf16x2 y, m, half, four;
 add.rn.bf16x2 m, m, most;
 """
-    + _LEAST
+    + LEAST
 )
 _POWER = (
     """and.b32 m, $W, 0x7FFF7FFF;
@@ -30,40 +26,14 @@ fma.rn.bf16x2 x, m, $L, one;
 fma.rn.bf16x2 y, m, $H, four;
 fma.rn.bf16x2 m, m, $I, most;
 """
-    + _LEAST
+    + LEAST
 )
 
 
-def _of_four(pair: str) -> str:
-    """A byte for each of four words $1-$4, whose factors follow, four by four."""
-    head = """{
-.reg .b32 m, x, y, t0, t1, t2, t3, two, half, one, most, four, seven;
-mov.b32 two, 0x40004000;
-mov.b32 half, 0x3F003F00;
-mov.b32 one, 0x43404340;
-mov.b32 most, 0x43424342;
-mov.b32 four, 0x43444344;
-mov.b32 seven, 0x43474347;
-"""
-    tail = """prmt.b32 x, t0, t1, 0x6240;
-prmt.b32 y, t2, t3, 0x6240;
-prmt.b32 m, x, y, 0x5410;
-prmt.b32 x, x, y, 0x7632;
-shl.b32 x, x, 4;
-lop3.b32 $0, m, x, 0x0F0F0F0F, 0xE4;
-}"""
-    for i in range(4):
-        named = pair.replace("T,", f"t{i},")
-        for name, first in (("$W", 1), ("$I", 5), ("$L", 9), ("$H", 13)):
-            named = named.replace(name, f"${first + i}")
-        head += named
-    return head + tail
-
-
 # $0: four bytes of pairs of codes. $1-$4: words. $5-$8, $9-$12: pairs of bf16 numbers whose sum is the scale's inverse, the larger first.
-FP4_SPLIT = _of_four(_SPLIT)
+FP4_SPLIT = of_four(_SPLIT)
 # The same for a power of two. $5-$8: its inverse as a pair, $9-$12: twice that, $13-$16: half.
-FP4_POWER = _of_four(_POWER)
+FP4_POWER = of_four(_POWER)
 # $0: E4M3 code of a main entry's scale. $1, $2: its inverse, as FP4_SPLIT takes it. $3: fp32 bits of the largest magnitude.
 SCALE_SPLIT = """{
 .reg .b32 a, b;

@@ -51,10 +51,18 @@ cvt.rn.bf16x2.f32 $1, b, a;
 cvt.rn.bf16x2.f32 $2, d, c;
 }"""
 
+# Ends each of the ways to make the codes of a word.
+LEAST = """min.u16x2 x, x, m;
+min.u16x2 y, y, seven;
+min.u16x2 x, x, y;
+shr.b32 y, $W, 12;
+lop3.b32 T, x, y, 0x00070007, 0xE4;
+"""
 # One word $W with the inverse $I of its scale -> T with a pair of E2M1 codes in bits 0-3 and 16-19, and other bits elsewhere. In bf16 192
 # and up count in ones: 2z + 192 counts steps of the smallest numbers, z + 194 and z / 2 + 196 those of the next two sizes, from codes 2 and
 # 4 on; the least of the three, and 7, is the code.
-_PAIR = """and.b32 m, $W, 0x7FFF7FFF;
+_PAIR = (
+    """and.b32 m, $W, 0x7FFF7FFF;
 shl.b32 x, m, 16;
 and.b32 y, m, 0xFFFF0000;
 mul.rn.f32 x, x, $I;
@@ -63,16 +71,14 @@ cvt.rn.bf16x2.f32 m, y, x;
 fma.rn.bf16x2 x, m, two, one;
 fma.rn.bf16x2 y, m, half, four;
 add.rn.bf16x2 m, m, most;
-min.u16x2 x, x, m;
-min.u16x2 y, y, seven;
-min.u16x2 x, x, y;
-shr.b32 y, $W, 12;
-lop3.b32 T, x, y, 0x00070007, 0xE4;
 """
+    + LEAST
+)
 
-# $0: a byte for each of the four words $1-$4 with inverses $5-$8.
-FP4 = (
-    """{
+
+def of_four(pair: str) -> str:
+    """A byte for each of four words $1-$4, whose factors follow, four by four."""
+    head = """{
 .reg .b32 m, x, y, t0, t1, t2, t3, two, half, one, most, four, seven;
 mov.b32 two, 0x40004000;
 mov.b32 half, 0x3F003F00;
@@ -81,15 +87,23 @@ mov.b32 most, 0x43424342;
 mov.b32 four, 0x43444344;
 mov.b32 seven, 0x43474347;
 """
-    + "".join(_PAIR.replace("$W", f"${1 + i}").replace("$I", f"${5 + i}").replace("T", f"t{i}") for i in range(4))
-    + """prmt.b32 x, t0, t1, 0x6240;
+    tail = """prmt.b32 x, t0, t1, 0x6240;
 prmt.b32 y, t2, t3, 0x6240;
 prmt.b32 m, x, y, 0x5410;
 prmt.b32 x, x, y, 0x7632;
 shl.b32 x, x, 4;
 lop3.b32 $0, m, x, 0x0F0F0F0F, 0xE4;
 }"""
-)
+    for i in range(4):
+        named = pair.replace("T,", f"t{i},")
+        for name, first in (("$W", 1), ("$I", 5), ("$L", 9), ("$H", 13)):
+            named = named.replace(name, f"${first + i}")
+        head += named
+    return head + tail
+
+
+# $0: a byte for each of the four words $1-$4 with inverses $5-$8.
+FP4 = of_four(_PAIR)
 
 
 @cache
